@@ -1,0 +1,1 @@
+"""The `headwise` command: one module a subcommand, imported when it is chosen."""

@@ -1,0 +1,38 @@
+"""Every test starts from the same place: seeded, on one thread, with uninitialised memory full of NaN."""
+
+from __future__ import annotations
+
+import random
+
+import hypothesis
+import pytest
+import torch
+
+# one thread: the suite runs in parallel processes, and a reduction's order then never changes
+torch.set_num_threads(1)
+
+# `torch.empty` hands out NaN, so a result that was never written cannot pass for a small number
+torch.use_deterministic_algorithms(True)
+torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class TorchRandom:
+    """torch's generator in the shape hypothesis asks for, so that a shrunk example replays with the same numbers."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+_torch_random = TorchRandom()  # hypothesis keeps a weak reference
+hypothesis.register_random(_torch_random)
+
+# The same examples everywhere; `pytest --hypothesis-profile=explore` looks for new ones.
+hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=30, database=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=500)
+hypothesis.settings.load_profile("default")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:  # noqa: ARG001
+    torch.manual_seed(0)
+    random.seed(0)
