@@ -1,0 +1,80 @@
+"""The code in Markdown pages, as tests: `>>>` blocks are compared, plain python blocks run, `$ headwise` blocks too.
+
+All blocks of a page share one namespace, in order, as a reader would type them.  A block under the comment
+`<!-- not run -->` is skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+FENCE = re.compile(
+    r"(?P<skip><!-- not run -->\n+)?^(?P<indent> *)```(?P<kind>python|console)[^\n]*\n(?P<code>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    kind: str
+    code: str
+    line: int  # of the first line of code, from 1
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            kind=match["kind"],
+            code=re.sub(f"^{match['indent']}", "", match["code"], flags=re.MULTILINE),
+            line=text.count("\n", 0, match.start("code")) + 1,
+        )
+        for match in FENCE.finditer(text)
+        if not match["skip"]
+    ]
+
+
+def run_page(page: Path) -> None:
+    names: dict[str, object] = {"__name__": "__snippets__"}
+    for block in blocks(page):
+        if block.kind == "console":
+            _run_console(page, block)
+        elif ">>>" in block.code:
+            _run_doctest(page, block, names)
+        else:
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
+
+
+def _run_doctest(page: Path, block: Block, names: dict[str, object]) -> None:
+    test = doctest.DocTestParser().get_doctest(block.code, names, page.name, str(page), block.line - 1)
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append, clear_globs=False)
+    names.update(test.globs)  # get_doctest works on a copy
+    if said:
+        pytest.fail("".join(said), pytrace=False)
+
+
+def _run_console(page: Path, block: Block) -> None:
+    """Runs each `$ headwise …` line in this process and compares what it prints; other commands are not ours to run."""
+    from headwise.cli.main import main
+
+    for entry in re.split(r"^\$ ", block.code, flags=re.MULTILINE)[1:]:
+        command, _, expected = entry.partition("\n")
+        if not command.startswith("headwise "):
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            main(shlex.split(command)[1:])
+        example = doctest.Example(command, expected)
+        if expected.strip() and not doctest.OutputChecker().check_output(expected, printed.getvalue(), FLAGS):
+            difference = doctest.OutputChecker().output_difference(example, printed.getvalue(), FLAGS)
+            pytest.fail(f"{page.name}:{block.line}: $ {command}\n{difference}", pytrace=False)
