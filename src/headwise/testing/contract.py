@@ -1,0 +1,317 @@
+"""What every attention operator keeps, whoever wrote it: twelve properties of P, each measured and each able to fail.
+
+    linear      P(ax + by) = aPx + bPy                    broadcast   batch axes of v broadcast against those of P
+    adjoint     <Pv, u> = <v, P^T u>                      vmap        over v, and over the tensors P is built from
+    dense       dense() = apply(I) = the twin             compile     torch.compile(fullgraph=True) changes nothing
+    claims      every claim holds for dense()             half        float32, bfloat16, float16 stay near the twin
+    values      apply and adjoint equal the twin          copies      deep copies and saved files are the same P
+    gradients   and so do their gradients                 repeatable  P is one matrix: applied twice, it agrees
+    cost        multiply_adds agree with a count
+
+The twin is a function of the same tensors that returns P itself in float64, written without any code of the operator.
+Errors are largest absolute differences relative to the largest entry expected (or to 1 if that is larger).
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwise.operators.base import AttentionOperator
+from headwise.operators.claims import DISTANCES
+from headwise.testing.count import count_multiply_adds
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+"""Largest relative error allowed in each dtype: about 2^22 roundings of float64, 800 of float32, ten of the halves."""
+
+
+class ContractError(AssertionError):
+    """An operator broke a property; the text names the operator, the property, the error and the tolerance."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """How to build one operator, and its twin.
+
+    build      called with the inputs by name, returns the operator
+    inputs     name -> sizes of a standard normal tensor, or a tensor to be used as it is (masks; weights of a range)
+    reference  called with the same inputs in float64, returns P (*batch, m, n); None leaves out the comparisons with it
+    tolerance  multiplies every tolerance, for an operator that is worse conditioned than a softmax
+    skip       name of a check -> why it cannot hold for this operator
+    """
+
+    name: str
+    build: Callable[..., AttentionOperator]
+    inputs: Mapping[str, Tensor | Sequence[int]] = field(default_factory=dict)
+    reference: Callable[..., Tensor] | None = None
+    tolerance: float = 1.0
+    skip: Mapping[str, str] = field(default_factory=dict)
+
+    def tensors(self, dtype: torch.dtype = torch.float64, *, draw: int = 0) -> dict[str, Tensor]:
+        """The inputs, floating ones in `dtype`; the same for the same `draw` in every process."""
+        return {name: self._tensor(name, given, dtype, draw) for name, given in self.inputs.items()}
+
+    def _tensor(self, name: str, given: Tensor | Sequence[int], dtype: torch.dtype, draw: int) -> Tensor:
+        if isinstance(given, Tensor):
+            return given.to(dtype) if given.dtype.is_floating_point else given
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {draw}".encode()))
+        return torch.randn(*given, generator=generator, dtype=torch.float64).to(dtype)
+
+    def operator(self, dtype: torch.dtype = torch.float64) -> AttentionOperator:
+        return self.build(**self.tensors(dtype))
+
+    def matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The twin's P of these tensors; without a twin, the operator's own in float64."""
+        double = {name: x.double() if x.dtype.is_floating_point else x for name, x in tensors.items()}
+        return self.build(**double).dense() if self.reference is None else self.reference(**double)
+
+    def widths(self) -> list[int]:
+        """Value widths to try: one column, the key width (fused attention has a fast path there), past twice it."""
+        floating = [x.shape[-1] for x in self.tensors().values() if x.dtype.is_floating_point and x.dim() > 1]
+        return sorted({1, *floating[:1], 2 * max(floating[:1], default=2) + 1})
+
+    def agree(self, what: str, found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        if found.shape != expected.shape:
+            raise ContractError(f"{self.name}: {what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
+        if not found.isfinite().all():
+            raise ContractError(f"{self.name}: {what}: {int((~found.isfinite()).sum())} entries are not finite")
+        found, expected = found.detach().double(), expected.detach().double()
+        error = ((found - expected).abs().amax() / expected.abs().amax().clamp(min=1.0)).item()
+        if error > (allowed := TOLERANCE[dtype] * self.tolerance):
+            raise ContractError(f"{self.name}: {what}: error {error:.1e}, tolerance {allowed:.1e} in {dtype}")
+
+
+def assert_operator(
+    build: Callable[..., AttentionOperator],
+    inputs: Mapping[str, Tensor | Sequence[int]] | None = None,
+    reference: Callable[..., Tensor] | None = None,
+    *,
+    tolerance: float = 1.0,
+    skip: Mapping[str, str] | None = None,
+) -> None:
+    """Raise a ContractError (an AssertionError) at the first property in CHECKS that `build(**inputs)` breaks."""
+    case = Case(_name(build), build, inputs or {}, reference, tolerance, skip or {})
+    if unknown := set(case.skip) - set(CHECKS):
+        raise ContractError(f"{case.name}: skip names {sorted(unknown)}, but the checks are {sorted(CHECKS)}")
+    for name, check in CHECKS.items():
+        if name not in case.skip:
+            check(case)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normal numbers that depend on the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def check_linear(case: Case) -> None:
+    op = case.operator()
+    *batch, _, n = op.shape
+    x, y = normal(*batch, n, 3, seed=1), normal(*batch, n, 3, seed=2)
+    case.agree("linear", op(0.7 * x - 2.5 * y), 0.7 * op(x) - 2.5 * op(y))
+
+
+def check_adjoint(case: Case) -> None:
+    op = case.operator()
+    *batch, m, n = op.shape
+    for d in case.widths():
+        v, u = normal(*batch, n, d, seed=1), normal(*batch, m, d, seed=2)
+        left, right = (op(v) * u).sum((-2, -1)), (v * op.adjoint(u)).sum((-2, -1))
+        case.agree(f"adjoint: <Pv, u> = <v, P^T u> at width {d}", right, left)
+
+
+def check_dense(case: Case) -> None:
+    op = case.operator()
+    *batch, m, n = op.shape
+    like = torch.empty(0, dtype=torch.float64)
+    case.agree("dense = apply(I)", op.dense(like), op(torch.eye(n, dtype=like.dtype).expand(*batch, n, n)))
+    expected = case.matrix(case.tensors()).expand(*batch, m, n)
+    case.agree("dense = the twin", op.dense(like), expected)
+
+
+def check_claims(case: Case) -> None:
+    op = case.operator()
+    p = op.dense(torch.empty(0, dtype=torch.float64))
+    for claim in op.claims:
+        error, allowed = DISTANCES[claim](p).item(), TOLERANCE[torch.float64] * case.tolerance
+        if not error <= allowed:
+            raise ContractError(
+                f"{case.name}: claims: says {claim.name} ({claim.value}), but is {error:.1e} from it, "
+                f"tolerance {allowed:.1e}"
+            )
+
+
+def check_values(case: Case) -> None:
+    op, p = case.operator(), case.matrix(case.tensors())
+    *batch, m, n = op.shape
+    for d in case.widths():
+        v, u = normal(*batch, n, d, seed=1), normal(*batch, m, d, seed=2)
+        case.agree(f"values of apply at width {d}", op(v), p @ v)
+        case.agree(f"values of adjoint at width {d}", op.adjoint(u), p.mT @ u)
+
+
+def check_gradients(case: Case) -> None:
+    for d in case.widths():
+        _compare_gradients(case, "apply", lambda op, x: op(x), lambda p, x: p @ x, -1, d)
+        _compare_gradients(case, "adjoint", lambda op, x: op.adjoint(x), lambda p, x: p.mT @ x, -2, d)
+
+
+def _compare_gradients(
+    case: Case,
+    what: str,
+    fast: Callable[[AttentionOperator, Tensor], Tensor],
+    slow: Callable[[Tensor, Tensor], Tensor],
+    rows: int,
+    d: int,
+) -> None:
+    """The gradient of <fast(P, x), pull> in x and in every floating tensor that P was built from."""
+    tensors = case.tensors()
+    leaves = {name: x.requires_grad_() for name, x in tensors.items() if x.dtype.is_floating_point}
+    op = case.build(**tensors)
+    leaves["x"] = normal(*op.shape[:-2], op.shape[rows], d, seed=1).requires_grad_()
+    found = fast(op, leaves["x"])
+    expected = slow(case.matrix(tensors), leaves["x"])
+    pull = normal(*found.shape, seed=3)
+    options = {"allow_unused": True, "materialize_grads": True}
+    fast_gradients = torch.autograd.grad(found, list(leaves.values()), pull, **options)
+    slow_gradients = torch.autograd.grad(expected, list(leaves.values()), pull, **options)
+    for name, a, b in zip(leaves, fast_gradients, slow_gradients, strict=True):
+        case.agree(f"gradient of {what} at width {d} with respect to {name}", a, b)
+
+
+def check_cost(case: Case) -> None:
+    """products <= multiply_adds <= products + sums, as `headwise.testing.count` counts one apply; exact, no slack."""
+    op = case.operator(torch.float32)
+    *batch, _, n = op.shape
+    for d in case.widths():
+        v = normal(*batch, n, d, seed=1, dtype=torch.float32)
+        count, stated = count_multiply_adds(lambda v=v: op(v)), op.cost(d).multiply_adds
+        if not count.products <= stated <= count.products + count.sums:
+            raise ContractError(
+                f"{case.name}: cost: cost({d}) states {stated} multiply-adds, but one apply did {count.products} in "
+                f"matrix products and at most {count.sums} more in sums"
+            )
+
+
+def check_broadcast(case: Case) -> None:
+    op, p = case.operator(), case.matrix(case.tensors())
+    *batch, m, n = op.shape
+    wider = [3 if size == 1 else size for size in batch]
+    for shape in {(), (2, *batch), tuple(1 for _ in batch), tuple(wider), (2, *wider)}:
+        v, u = normal(*shape, n, 3, seed=1), normal(*shape, m, 3, seed=2)
+        case.agree(f"broadcast of v with batch axes {shape}", op(v), p.expand(*batch, m, n) @ v)
+        case.agree(f"broadcast of u with batch axes {shape}", op.adjoint(u), p.expand(*batch, m, n).mT @ u)
+
+
+def check_vmap(case: Case) -> None:
+    with warnings.catch_warnings():
+        # fused attention has no batching rule on CPU: torch loops over it, which is slow and right
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        _compare_vmaps(case)
+
+
+def _compare_vmaps(case: Case) -> None:
+    op, p = case.operator(), case.matrix(case.tensors())
+    *batch, m, n = op.shape
+    v, u = normal(2, *batch, n, 3, seed=1), normal(2, *batch, m, 3, seed=2)
+    case.agree("vmap of apply over v", torch.func.vmap(op)(v), p @ v)
+    case.agree("vmap of adjoint over u", torch.func.vmap(op.adjoint)(u), p.mT @ u)
+    draws = [case.tensors(draw=0), case.tensors(draw=1)]
+    floating = [name for name, x in draws[0].items() if x.dtype.is_floating_point]
+    if floating:
+        others = {name: x for name, x in draws[0].items() if name not in floating}
+        stacked = [torch.stack([draw[name] for draw in draws]) for name in floating]
+        built = torch.func.vmap(lambda v, *xs: case.build(**others, **dict(zip(floating, xs, strict=True)))(v))
+        expected = torch.stack([case.matrix(draw) @ x for draw, x in zip(draws, v, strict=True)])
+        case.agree("vmap over the tensors P is built from", built(v, *stacked), expected)
+
+
+def check_compile(case: Case, backend: str = "aot_eager") -> None:
+    """One graph, no breaks.  `aot_eager` needs no compiler on the machine; `inductor` is the default of torch."""
+    op = case.operator()
+    *batch, m, n = op.shape
+    v, u = normal(*batch, n, 3, seed=1), normal(*batch, m, 3, seed=2)
+    torch._dynamo.reset()  # every case brings its own operator, and dynamo gives up on the ninth of one lambda
+    with torch.no_grad():
+        case.agree(f"compile ({backend}) of apply", _compiled(op, "__call__", v, backend), op(v))
+        case.agree(f"compile ({backend}) of adjoint", _compiled(op, "adjoint", u, backend), op.adjoint(u))
+
+
+def _compiled(op: AttentionOperator, method: str, x: Tensor, backend: str) -> Tensor:
+    run = (lambda x: op(x)) if method == "__call__" else (lambda x: op.adjoint(x))
+    return torch.compile(run, fullgraph=True, backend=backend)(x)
+
+
+def check_half(case: Case) -> None:
+    """Each dtype against the twin of the inputs as rounded to it, so that only its own rounding counts."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensors = case.tensors(dtype)
+        op, p = case.build(**tensors), case.matrix(tensors)
+        *batch, m, n = op.shape
+        for d in case.widths():
+            v, u = normal(*batch, n, d, seed=1, dtype=dtype), normal(*batch, m, d, seed=2, dtype=dtype)
+            for what, found, expected in (
+                ("apply", op(v), p @ v.double()),
+                ("adjoint", op.adjoint(u), p.mT @ u.double()),
+            ):
+                if found.dtype != dtype:
+                    raise ContractError(f"{case.name}: half: {what} of {dtype} gives {found.dtype}")
+                case.agree(f"half: {what} at width {d}", found, expected, dtype)
+
+
+def check_copies(case: Case) -> None:
+    op = case.operator()
+    *batch, _, n = op.shape
+    v = normal(*batch, n, 3, seed=1)
+    case.agree("copies: deepcopy", copy.deepcopy(op)(v), op(v))
+    file = io.BytesIO()
+    torch.save(op, file)
+    file.seek(0)
+    case.agree("copies: torch.save and load", torch.load(file, weights_only=False)(v), op(v))
+    if isinstance(case.build, torch.nn.Module):
+        other = copy.deepcopy(case.build)
+        with torch.no_grad():
+            for x in other.parameters():
+                x.zero_()
+        other.load_state_dict(case.build.state_dict())
+        case.agree("copies: state_dict of the builder", other(**case.tensors())(v), op(v))
+
+
+def check_repeatable(case: Case) -> None:
+    op = case.operator()
+    *batch, m, n = op.shape
+    v, u = normal(*batch, n, 3, seed=1), normal(*batch, m, 3, seed=2)
+    for what, first, second in (("apply", op(v), op(v)), ("adjoint", op.adjoint(u), op.adjoint(u))):
+        if not torch.equal(first, second):
+            raise ContractError(
+                f"{case.name}: repeatable: {what} twice gives two answers; draw randomness when building"
+            )
+
+
+CHECKS: dict[str, Callable[[Case], None]] = {
+    "linear": check_linear,
+    "adjoint": check_adjoint,
+    "dense": check_dense,
+    "claims": check_claims,
+    "values": check_values,
+    "gradients": check_gradients,
+    "cost": check_cost,
+    "broadcast": check_broadcast,
+    "vmap": check_vmap,
+    "compile": check_compile,
+    "half": check_half,
+    "copies": check_copies,
+    "repeatable": check_repeatable,
+}
+"""Every property by name, in the order they are checked: the simplest failure first."""
+
+
+def _name(build: Callable[..., object]) -> str:
+    return getattr(build, "__name__", None) or type(build).__name__
