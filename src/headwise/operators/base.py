@@ -1,0 +1,85 @@
+"""P, known by what it does: three members make an operator, everything else follows from them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.cost import Cost
+from headwise.errors import ShapeError
+from headwise.linalg.krylov import Spectrum, singular_values
+from headwise.operators.claims import Claim
+from headwise.shapes import broadcast_batch, same_axis, same_kind
+
+
+class AttentionOperator(ABC):
+    """A batch of m x n matrices P, known by what it does to vectors.  Rows are queries, columns are keys."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """(*batch, m, n)"""
+
+    @abstractmethod
+    def apply(self, v: Tensor) -> Tensor:
+        """P v: (*batch, n, d) -> (*batch, m, d), batch axes broadcast."""
+
+    @abstractmethod
+    def cost(self, d: int) -> Cost:
+        """What one `apply` to d columns costs, over the operator's whole batch."""
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """P^T u: (*batch, m, d) -> (*batch, n, d).  `apply` is linear in v, so its vjp at zero is the transpose."""
+        *batch, _, n = self.shape
+        batch = broadcast_batch(type(self).__name__, operator=batch, u=u.shape[:-2])
+        u = u.expand(*batch, *u.shape[-2:])
+        return torch.func.vjp(self.apply, u.new_zeros(*batch, n, u.shape[-1]))[1](u)[0]
+
+    def adjoint_cost(self, d: int) -> Cost:
+        """What one `adjoint` of d columns costs; as much as `apply` unless an operator says otherwise."""
+        return self.cost(d)
+
+    def dense(self, like: Tensor | None = None) -> Tensor:
+        """P as a tensor (*batch, m, n), with the dtype and device of `like` (default: the operator's own)."""
+        like = self.like if like is None else like
+        *batch, _, n = self.shape
+        return self.apply(torch.eye(n, dtype=like.dtype, device=like.device).expand(*batch, n, n))
+
+    def spectrum(self, r: int, *, generator: torch.Generator | None = None) -> Spectrum:
+        """The r leading singular values of P with an error estimate each, from apply and adjoint alone."""
+        return singular_values(self.apply, self.adjoint, self.shape, r, like=self.like, generator=generator)
+
+    @property
+    def claims(self) -> frozenset[Claim]:
+        """What this P promises; a mask or a kernel may void a promise, so it belongs to the instance."""
+        return frozenset()
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and device P lives in: the first floating tensor or operator among the fields."""
+        if is_dataclass(self):
+            for part in (getattr(self, field.name) for field in fields(self)):
+                for x in part if isinstance(part, tuple) else (part,):
+                    if isinstance(x, AttentionOperator):
+                        return x.like
+                    if isinstance(x, Tensor) and x.dtype.is_floating_point:
+                        return x
+        return torch.empty(0)
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """P v with its axes checked."""
+        name, like = type(self).__name__, self.like
+        if v.dim() < 2:
+            raise ShapeError(f"{name}: v must be (*batch, n, d), but has shape {tuple(v.shape)}; add a column axis")
+        same_axis(name, "n", operator=self.shape[-1], v=v.shape[-2])
+        broadcast_batch(name, operator=self.shape[:-2], v=v.shape[:-2])
+        if like.numel():  # an operator without tensors acts on any dtype and device
+            same_kind(name, operator=like, v=v)
+        return self.apply(v)
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        """`op @ v`, for people at a prompt; library code calls `op(v)`, which torch.compile can trace."""
+        return self(v)
