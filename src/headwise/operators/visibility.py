@@ -1,0 +1,109 @@
+"""M_ij = 1 where query i may look at key j: the masks of the averages, kept in the form they came in.
+
+C_i = sum_j M_ij, the number of keys that row i averages over, costs O(m + n) unless an m x n mask was given.
+Causal is aligned to the bottom right (the last query sees the last key): M_ij = 0 for j > i + n - m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from headwise.errors import DtypeError, ShapeError
+from headwise.shapes import broadcasts_to, same_axis
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """Which of n keys each of m queries may see.  True means visible, in `padding` and in `mask` alike."""
+
+    m: int
+    n: int
+    causal: bool = False
+    padding: Tensor | None = None  # (*batch, n)
+    mask: Tensor | None = None  # broadcasts to (*batch, m, n)
+
+    @property
+    def batch(self) -> torch.Size:
+        padded = () if self.padding is None else self.padding.shape[:-1]
+        masked = () if self.mask is None else self.mask.shape[:-2]
+        return torch.broadcast_shapes(padded, masked)
+
+    @property
+    def overlap(self) -> int:
+        """Length of the causal square: the last min(m, n) queries against as many last keys."""
+        return min(self.m, self.n)
+
+    def counts(self, device: torch.device) -> Tensor:
+        """C: (*batch, m)"""
+        if self.mask is not None:
+            return self.rows(0, self.m, device).sum(-1)
+        if not self.causal:
+            seen = torch.tensor([self.n], device=device) if self.padding is None else self.padding.sum(-1, keepdim=True)
+            return seen.expand(*self.batch, self.m)
+        reach = (torch.arange(self.m, device=device) + (self.n - self.m + 1)).clamp(min=0)
+        if self.padding is None:
+            return reach
+        return torch.nn.functional.pad(self.padding.cumsum(-1), (1, 0)).index_select(-1, reach)
+
+    def rows(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """M for queries start..stop: (*batch, stop - start, n)"""
+        seen = torch.ones(stop - start, self.n, dtype=torch.bool, device=device)
+        if self.causal:
+            seen = seen.tril(start + self.n - self.m)
+        if self.mask is not None:
+            seen = seen & (self.mask if self.mask.shape[-2] == 1 else self.mask[..., start:stop, :])
+        return seen if self.padding is None else seen & self.padding.unsqueeze(-2)
+
+    def hide(self, x: Tensor) -> Tensor:
+        """Rows of padded keys set to zero, whatever they hold: (*batch, n, d) -> (*batch, n, d)"""
+        return x if self.padding is None else x.masked_fill(~self.padding.unsqueeze(-1), 0)
+
+    def average(self, u: Tensor) -> Tensor:
+        """u_i / C_i: (*batch, m, d) -> (*batch, m, d).  A row that sees nothing is left alone: it is zero already."""
+        return u / self.counts(u.device).clamp(min=1).to(u.dtype).unsqueeze(-1)
+
+    def leaves_no_row_empty(self) -> bool:
+        device = next((x.device for x in (self.padding, self.mask) if x is not None), torch.device("cpu"))
+        return bool((self.counts(device) > 0).all())
+
+
+def visibility(
+    owner: str,
+    m: int,
+    n: int,
+    *,
+    causal: bool = False,
+    padding: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch: Sequence[int] | None = None,
+    device: torch.device | None = None,
+) -> Visibility:
+    """A checked Visibility.  Masks have to broadcast to `batch` and be on `device` where these are given.
+
+    A padding (b, n) against a batch (b, h) is shared by the heads, as in `softmax`.
+    """
+    for name, x in (("padding", padding), ("mask", mask)):
+        if x is not None and x.dtype != torch.bool:
+            raise DtypeError(f"{owner}: {name} must be boolean, True where a key may be seen, but is {x.dtype}")
+        if x is not None and device is not None and x.device != device:
+            raise DtypeError(f"{owner}: {name} is on {x.device}, the rest on {device}; move one with .to(device)")
+    if padding is not None:
+        same_axis(owner, "n", keys=n, padding=padding.shape[-1] if padding.dim() else 0)
+        if batch is not None:
+            missing = len(batch) - (padding.dim() - 1)
+            if padding.dim() > 1 and missing > 0:
+                padding = padding.reshape(*padding.shape[:-1], *(1,) * missing, n)
+            broadcasts_to(owner, "padding", padding, (*batch, n))
+    if mask is not None:
+        if mask.dim() < 2 or mask.shape[-2] not in (1, m) or mask.shape[-1] not in (1, n):
+            seen = tuple(mask.shape)
+            raise ShapeError(f"{owner}: mask has shape {seen}, which does not broadcast to (*batch, m = {m}, n = {n})")
+        if batch is not None:
+            broadcasts_to(owner, "mask", mask, (*batch, m, n))
+    return Visibility(m, n, causal, padding, mask)
