@@ -1,0 +1,64 @@
+"""Attention over images, sound and video: unfold a grid to tokens, attend, fold back to the queries' grid.
+
+    (b, c, *g) -> (b, prod g, c) -> attention -> (b, prod g, c') -> (b, c', *g)
+
+Any number of spatial axes.  The keys may lie on another grid; the output has the queries' spatial shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from headwise.errors import ShapeError
+from headwise.nn.multihead import MultiHead
+from headwise.operators.base import AttentionOperator
+
+
+@final
+class GridAttention(nn.Module):
+    """`layer(x)` or `layer(x, context)` with x (b, width, *grid) and context (b, context_width, *any other grid).
+
+    The options are those of `MultiHead`, which is held as `.attend`; so are the masks, `padding` being
+    (b, *grid of the keys) and m, n counting positions with the last axis fastest.
+
+    >>> import torch
+    >>> GridAttention(8, 2)(torch.randn(1, 8, 6, 5), torch.randn(1, 8, 3, 3)).shape
+    torch.Size([1, 8, 6, 5])
+    """
+
+    def __init__(self, width: int, heads: int, **options: Any) -> None:
+        super().__init__()
+        self.attend = MultiHead(width, heads, **options)
+
+    def operator(self, x: Tensor, context: Tensor | None = None, **masks: Any) -> AttentionOperator:
+        """P between the unfolded grids, (b, h, m, n)."""
+        return self.attend.operator(*_tokens(x, context), **_flattened(masks, x if context is None else context))
+
+    def forward(self, x: Tensor, context: Tensor | None = None, **masks: Any) -> Tensor:
+        tokens = self.attend(*_tokens(x, context), **_flattened(masks, x if context is None else context))
+        return tokens.transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+def _tokens(x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return _unfold("x", x), None if context is None else _unfold("context", context)
+
+
+def _unfold(name: str, x: Tensor) -> Tensor:
+    """(b, c, *grid) -> (b, n, c)"""
+    if x.dim() < 3 or 0 in x.shape:
+        raise ShapeError(f"GridAttention: {name} must be (b, c, *grid), no axis empty, but is {tuple(x.shape)}")
+    return x.flatten(2).transpose(1, 2)
+
+
+def _flattened(masks: dict[str, Any], keys: Tensor) -> dict[str, Any]:
+    padding = masks.get("padding")
+    if padding is None:
+        return masks
+    expected = (keys.shape[0], *keys.shape[2:])
+    if tuple(padding.shape) != expected:
+        raise ShapeError(
+            f"GridAttention: padding has shape {tuple(padding.shape)}, but the keys' (b, *grid) is {expected}"
+        )
+    return {**masks, "padding": padding.flatten(1)}

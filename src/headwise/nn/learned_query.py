@@ -1,0 +1,81 @@
+"""Pooling by learned queries: the number of outputs is fixed, and the order of the inputs does not matter.
+
+    out = concat_h( P_h X W_V,h ) W_o + b_o,   P_h = build(Q_h, X W_K,h),   Q a parameter of m rows
+
+Permuting the rows of X permutes the columns of P and the rows of the values alike, so nothing changes: permutation
+INVARIANT, where self-attention is equivariant.  Lee et al. 2019 (Set Transformer) pool so, with one projection more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import ShapeError
+from headwise.nn.layer import AttentionLayer, Builder
+from headwise.operators.base import AttentionOperator
+from headwise.operators.softmax import softmax
+
+
+@final
+class LearnedQuery(AttentionLayer):
+    """(*batch, n, width) -> (*batch, queries, out_width) for any n.
+
+    Q is learned as it enters the scores, (queries, k_1 + ... + k_h): a projection of it would add parameters and no
+    function.  The options are those of `MultiHead`.
+
+    >>> LearnedQuery(16, 3, 2)(torch.randn(5, 40, 16)).shape
+    torch.Size([5, 3, 16])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        queries: int,
+        heads: int,
+        *,
+        build: Builder = softmax,
+        key_width: int | Sequence[int] | None = None,
+        value_width: int | Sequence[int] | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        out_width: int | None = None,
+    ) -> None:
+        super().__init__(
+            width,
+            heads,
+            build=build,
+            key_width=key_width,
+            value_width=value_width,
+            bias=bias,
+            out_bias=out_bias,
+            out_width=out_width,
+        )
+        if queries < 1:
+            raise ShapeError(f"LearnedQuery: axis 'm' must be at least 1, but queries is {queries}")
+        # unit variance, like projections of normalised tokens: queries near zero would all pool alike
+        self.query = nn.Parameter(torch.randn(queries, self.key_heads.total))
+
+    def project_queries(self, x: Tensor) -> Tensor:
+        return self.query.expand(*x.shape[:-2], -1, -1)
+
+    def _query_parameters(self) -> Iterator[tuple[nn.Parameter, int]]:
+        yield self.query, 1
+
+    def operator(
+        self, x: Tensor, *, padding: Tensor | None = None, mask: Tensor | None = None, bias: Tensor | None = None
+    ) -> AttentionOperator:
+        """The P (*batch, h, queries, n) that `forward` applies to the values."""
+        self._check_input("x", x, self.width, self.key)
+        q = self.project_queries(x)
+        if torch.is_autocast_enabled(x.device.type):
+            q = q.to(torch.get_autocast_dtype(x.device.type))  # no projection has done it
+        return self._operator(q, x, {"causal": False, "padding": padding, "mask": mask, "bias": bias})
+
+    def forward(
+        self, x: Tensor, *, padding: Tensor | None = None, mask: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        return self.output(self.operator(x, padding=padding, mask=mask, bias=bias), x)
