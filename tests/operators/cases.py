@@ -1,41 +1,185 @@
-"""One line an operator and variant: how it is built, from what, and its twin."""
+"""One line for each operator and variant: how it is built, from what, and its twin.
+
+A new operator needs one line here; `test_contract` fails for a final operator without one.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from headwise.operators.base import AttentionOperator
+from headwise.operators.compose import add, kronecker, per_head, product, scale, transpose
+from headwise.operators.shift import shift
 from headwise.operators.softmax import softmax
+from headwise.operators.uniform import uniform
 from headwise.testing import Case, references
 
-PADDING = torch.tensor([[True] * 7, [True, True, True, True, False, False, False]])
-SQUARE = {"q": (2, 3, 6, 4), "k": (2, 3, 6, 4)}
-WIDE = {"q": (2, 3, 5, 4), "k": (2, 3, 7, 4)}
-CASES = [
-    Case("softmax", softmax, WIDE, references.softmax),
+
+def same(name: str, build: Callable, twin: Callable, inputs: Mapping[str, Any] | None = None, **options: Any) -> Case:
+    """A case whose twin takes the same arguments as the builder, options included."""
+    return Case(name, partial(build, **options), inputs or {}, partial(twin, **options))
+
+
+def boolean(*shape: int, seed: int = 0, density: float = 0.6) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < density
+
+
+# d_v = d_k = 4 is among the widths tried, so the 4-D cases meet the fused kernel at its own shape; the others do not
+HEADS = {"q": (2, 3, 6, 4), "k": (2, 3, 6, 4)}
+CROSS = {"q": (2, 3, 5, 4), "k": (2, 3, 7, 4)}  # more keys than queries
+TALL = {"q": (2, 3, 7, 4), "k": (2, 3, 5, 4)}  # fewer
+FLAT = {"q": (5, 4), "k": (7, 4)}
+THREE = {"q": (2, 5, 3), "k": (2, 7, 3)}
+FIVE = {"q": (2, 1, 2, 4, 3), "k": (1, 3, 2, 6, 3)}  # batch axes that broadcast against one another
+GROUPED = {"q": (2, 4, 5, 4), "k": (2, 2, 6, 4)}
+ONE = {"q": (2, 1, 4), "k": (2, 1, 4)}  # one token
+
+PADDING = torch.tensor([[True] * 7, [False, True, True, True, True, False, False]])[:, None]  # (b, 1, n)
+NOTHING = torch.tensor([[True] * 7, [False] * 7])[:, None]  # the second sequence has no key at all
+MASK = boolean(2, 1, 5, 7)
+HOLES = MASK & (torch.arange(5) != 3)[:, None]  # row 3 is fully masked
+BIAS = torch.where(boolean(5, 7, seed=1), torch.linspace(-1, 1, 35, dtype=torch.float64).reshape(5, 7), -torch.inf)
+
+_softmax = partial(same, build=softmax, twin=references.softmax)
+SOFTMAX = [
+    _softmax("softmax", inputs=HEADS),
+    _softmax("softmax, cross", inputs=CROSS),
+    _softmax("softmax, 2-D", inputs=FLAT),
+    _softmax("softmax, 3-D", inputs=THREE),
+    _softmax("softmax, 5-D, broadcast", inputs=FIVE),
+    _softmax("softmax, one token", inputs=ONE),
+    _softmax("softmax, scale", inputs=CROSS, scale=2.0),
+    _softmax("softmax, causal", inputs=HEADS, causal=True),
+    _softmax("softmax, causal, more keys", inputs=CROSS, causal=True),
+    _softmax("softmax, causal, fewer keys", inputs=TALL, causal=True),
+    _softmax("softmax, causal, 2-D", inputs=FLAT, causal=True),
+    _softmax("softmax, padding", inputs=CROSS, padding=PADDING),
+    _softmax("softmax, padding, causal", inputs=CROSS, padding=PADDING, causal=True),
+    _softmax("softmax, nothing to see", inputs=CROSS, padding=NOTHING),
+    _softmax("softmax, mask", inputs=CROSS, mask=MASK),
+    _softmax("softmax, fully masked row", inputs=CROSS, mask=HOLES),
+    _softmax("softmax, fully masked row, causal", inputs=CROSS, mask=HOLES, causal=True),
+    _softmax("softmax, bias", inputs={**CROSS, "bias": (3, 5, 7)}),
+    _softmax("softmax, bias, causal", inputs={**HEADS, "bias": (6, 6)}, causal=True),
+    _softmax("softmax, bias of -inf", inputs={**CROSS, "bias": BIAS}),
+    _softmax("softmax, everything", inputs={**CROSS, "bias": (5, 7)}, causal=True, padding=PADDING, mask=MASK),
     Case(
-        "softmax, causal",
-        lambda q, k: softmax(q, k, causal=True),
-        SQUARE,
-        lambda q, k: references.softmax(q, k, causal=True),
+        "softmax, grouped queries",
+        softmax,
+        GROUPED,
+        lambda q, k: references.softmax(q, references.grouped(k, 4)),
     ),
     Case(
-        "softmax, causal wide",
-        lambda q, k: softmax(q, k, causal=True),
-        WIDE,
-        lambda q, k: references.softmax(q, k, causal=True),
+        "softmax, padding shared by heads",
+        partial(softmax, padding=PADDING[:, 0]),
+        CROSS,
+        partial(references.softmax, padding=PADDING),
     ),
-    Case(
-        "softmax, causal tall",
-        lambda q, k: softmax(q, k, causal=True),
-        {"q": (2, 3, 7, 4), "k": (2, 3, 5, 4)},
-        lambda q, k: references.softmax(q, k, causal=True),
-    ),
-    Case(
-        "softmax, padding",
-        lambda q, k: softmax(q, k, padding=PADDING),
-        WIDE,
-        lambda q, k: references.softmax(q, k, padding=PADDING[:, None]),
-    ),
-    Case("softmax, 2-D", softmax, {"q": (5, 4), "k": (7, 4)}, references.softmax),
-    Case("softmax, 3-D", softmax, {"q": (2, 5, 4), "k": (2, 7, 4)}, references.softmax),
 ]
+
+_uniform = partial(same, build=uniform, twin=references.uniform)
+UNIFORM = [
+    _uniform("uniform", m=5, n=5),
+    _uniform("uniform, fewer queries", m=3, n=7),
+    _uniform("uniform, causal", m=6, n=6, causal=True),
+    _uniform("uniform, causal, more keys", m=5, n=7, causal=True),
+    _uniform("uniform, causal, fewer keys", m=7, n=5, causal=True),
+    _uniform("uniform, padding", m=5, n=7, padding=PADDING),
+    _uniform("uniform, padding, causal", m=5, n=7, padding=PADDING, causal=True),
+    _uniform("uniform, nothing to see", m=5, n=7, padding=NOTHING),
+]
+
+_shift = partial(same, build=shift, twin=references.shift)
+SHIFT = [
+    *(_shift(f"shift, 1-D, {border}", grid=(6,), offset=(2,), border=border) for border in references.BORDERS),
+    *(_shift(f"shift, 2-D, {border}", grid=(3, 4), offset=(1, -2), border=border) for border in references.BORDERS),
+    *(
+        _shift(f"shift, 3-D, {border}", grid=(2, 3, 4), offset=(-1, 0, 3), border=border)
+        for border in references.BORDERS
+    ),
+    _shift("shift, reflect, twice over", grid=(3,), offset=(-7,), border="reflect"),
+    _shift("shift, zeros, out of sight", grid=(3, 2), offset=(0, 9), border="zeros"),
+    _shift("shift, half turn", grid=(6,), offset=(3,)),
+    *(
+        _shift(f"shift, stride, {border}", grid=(5, 6), offset=(-1, 1), border=border, stride=(2, 3), queries=(3, 2))
+        for border in references.BORDERS
+    ),
+]
+
+
+def _pair(q: Tensor, k: Tensor) -> tuple[AttentionOperator, AttentionOperator]:
+    """An attention of queries over keys, and one of keys over themselves."""
+    return softmax(q, k), softmax(k, k, causal=True)
+
+
+def _twins(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return references.softmax(q, k), references.softmax(k, k, causal=True)
+
+
+SMALL = {"q": (2, 3, 4), "k": (2, 4, 4)}
+HEAD = {"q": (2, 1, 3, 4), "k": (1, 2, 4, 4)}
+COMPOSED = [
+    Case("product", lambda q, k: product(*_pair(q, k)), CROSS, lambda q, k: references.product(*_twins(q, k))),
+    Case(
+        "product, broadcast",
+        lambda q, k: product(uniform(5, 4), softmax(q, k)),
+        {"q": (2, 3, 4, 4), "k": (2, 1, 7, 4)},
+        lambda q, k: references.product(references.uniform(5, 4), references.softmax(q, k)),
+    ),
+    Case(
+        "sum",
+        lambda q, k: add(softmax(q, k), uniform(5, 7), softmax(q, k, scale=0.1)),
+        CROSS,
+        lambda q, k: references.total(
+            references.softmax(q, k), references.uniform(5, 7), references.softmax(q, k, scale=0.1)
+        ),
+    ),
+    Case("scale", lambda q, k: scale(softmax(q, k), -0.5), CROSS, lambda q, k: -0.5 * references.softmax(q, k)),
+    Case(
+        "scale, one factor a row",
+        lambda q, k, factor: scale(softmax(q, k), factor),
+        {**CROSS, "factor": (3, 5)},
+        lambda q, k, factor: factor[..., None] * references.softmax(q, k),
+    ),
+    Case(
+        "transpose",
+        lambda q, k: transpose(softmax(q, k, causal=True)),
+        CROSS,
+        lambda q, k: references.transposed(references.softmax(q, k, causal=True)),
+    ),
+    Case(
+        "transpose of a shift",
+        lambda: transpose(shift((3, 4), (1, -1), border="zeros")),
+        {},
+        lambda: references.transposed(references.shift((3, 4), (1, -1), border="zeros")),
+    ),
+    Case("kronecker", lambda q, k: kronecker(*_pair(q, k)), SMALL, lambda q, k: references.kronecker(*_twins(q, k))),
+    Case(
+        "kronecker of three",
+        lambda q, k: kronecker(softmax(q, k), shift((2,), (1,)), uniform(2, 1)),
+        {"q": (2, 1, 2, 4), "k": (3, 3, 4)},
+        lambda q, k: references.kronecker(
+            references.kronecker(references.softmax(q, k), references.shift((2,), (1,))), references.uniform(2, 1)
+        ),
+    ),
+    Case(
+        "per head",
+        lambda q, k: per_head([softmax(q, k), uniform(5, 7), softmax(q, k, causal=True)]),
+        {"q": (2, 5, 4), "k": (2, 7, 4)},
+        lambda q, k: torch.stack(
+            [
+                references.softmax(q, k),
+                references.uniform(5, 7).expand(2, 5, 7),
+                references.softmax(q, k, causal=True),
+            ],
+            dim=-3,
+        ),
+    ),
+]
+
+CASES = [*SOFTMAX, *UNIFORM, *SHIFT, *COMPOSED]

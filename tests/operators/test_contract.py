@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 
 import pytest
 
 import headwise.operators
 from headwise.operators.base import AttentionOperator
 from headwise.testing import CHECKS, Case
-from headwise.testing.contract import check_compile
+from headwise.testing.contract import check_compile, check_trace
 from tests.operators.cases import CASES
 
+# compiling takes most of the time: `trace` meets every operator here, and every variant in the slow tier
+FIRST = {type(case.operator()): case.name for case in reversed(CASES)}
+FAST = [(case, check) for case in CASES for check in CHECKS if check != "trace" or case.name in FIRST.values()]
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+def label(value: Case | str) -> str:
+    return value if isinstance(value, str) else value.name
+
+
+@pytest.mark.parametrize("case, check", FAST, ids=label)
 def test_contract(case: Case, check: str) -> None:
     if check in case.skip:
         pytest.skip(case.skip[check])
@@ -33,9 +41,14 @@ def test_case_names_are_unique() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_inductor(case: Case) -> None:
-    check_compile(case, backend="inductor")
+@pytest.mark.parametrize("check", [check_compile, check_trace])
+@pytest.mark.parametrize("case", CASES, ids=label)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_inductor(case: Case, check: Callable[[Case, str], None]) -> None:
+    name = check.__name__.removeprefix("check_")
+    if name in case.skip:
+        pytest.skip(case.skip[name])
+    check(case, "inductor")
 
 
 def final_operators() -> set[type[AttentionOperator]]:

@@ -51,6 +51,9 @@ class Product(AttentionOperator):
     def cost(self, d: int) -> Cost:
         return _total([factor.cost(d).times(_copies(factor, self)) for factor in self.factors])
 
+    def adjoint_cost(self, d: int) -> Cost:
+        return _total([factor.adjoint_cost(d).times(_copies(factor, self)) for factor in self.factors])
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -74,11 +77,10 @@ class Sum(AttentionOperator):
         return _sum([term.adjoint(u) for term in self.terms])
 
     def cost(self, d: int) -> Cost:
-        costs = [term.cost(d).times(_copies(term, self)) for term in self.terms]
-        total = costs[0]
-        for cost in costs[1:]:
-            total = total.beside(cost)
-        return total
+        return _beside([term.cost(d).times(_copies(term, self)) for term in self.terms])
+
+    def adjoint_cost(self, d: int) -> Cost:
+        return _beside([term.adjoint_cost(d).times(_copies(term, self)) for term in self.terms])
 
 
 @final
@@ -113,6 +115,9 @@ class Scaled(AttentionOperator):
 
     def cost(self, d: int) -> Cost:
         return self.operator.cost(d).times(_copies(self.operator, self))
+
+    def adjoint_cost(self, d: int) -> Cost:
+        return self.operator.adjoint_cost(d).times(_copies(self.operator, self))
 
     def _column(self, x: Tensor) -> Tensor:
         factor = self.factor.to(x.dtype)
@@ -162,8 +167,8 @@ class Kronecker(AttentionOperator):
 
     @property
     def shape(self) -> torch.Size:
-        rows = math.prod(factor.shape[-2] for factor in self.factors)
-        columns = math.prod(factor.shape[-1] for factor in self.factors)
+        rows = math.prod([factor.shape[-2] for factor in self.factors])
+        columns = math.prod([factor.shape[-1] for factor in self.factors])
         return torch.Size((*_batch(self.factors), rows, columns))
 
     @property
@@ -188,14 +193,19 @@ class Kronecker(AttentionOperator):
         return x.reshape(*batch, -1, d)
 
     def cost(self, d: int) -> Cost:
-        columns, rows, total = self.shape[-1], 1, None
-        for factor in self.factors:
-            columns //= factor.shape[-1]
-            part = factor.cost(rows * columns * d).times(_copies(factor, self))
-            total = part if total is None else total + part
-            rows *= factor.shape[-2]
-        assert total is not None
-        return total
+        return self._axis_costs(d, [(*f.shape[-2:], f.cost) for f in self.factors])
+
+    def adjoint_cost(self, d: int) -> Cost:
+        return self._axis_costs(d, [(*f.shape[:-3:-1], f.adjoint_cost) for f in self.factors])
+
+    def _axis_costs(self, d: int, axes: list) -> Cost:
+        """Axis by axis, (rows, columns, cost) each: axes done have their rows, those to come their columns."""
+        done, to_come, costs = 1, math.prod([columns for _, columns, _ in axes]), []
+        for factor, (rows, columns, cost) in zip(self.factors, axes, strict=True):
+            to_come //= columns
+            costs.append(cost(done * to_come * d).times(_copies(factor, self)))
+            done *= rows
+        return _total(costs)
 
 
 @final
@@ -226,10 +236,10 @@ class PerHead(AttentionOperator):
         return torch.stack(torch.broadcast_tensors(*outs), dim=-3)
 
     def cost(self, d: int) -> Cost:
-        total = self.heads[0].cost(d).times(_copies(self.heads[0], self, heads=len(self.heads)))
-        for head in self.heads[1:]:
-            total = total.beside(head.cost(d).times(_copies(head, self, heads=len(self.heads))))
-        return total
+        return _beside([head.cost(d).times(_copies(head, self, heads=len(self.heads))) for head in self.heads])
+
+    def adjoint_cost(self, d: int) -> Cost:
+        return _beside([head.adjoint_cost(d).times(_copies(head, self, heads=len(self.heads))) for head in self.heads])
 
 
 def product(*factors: AttentionOperator) -> Product:
@@ -311,4 +321,11 @@ def _total(costs: list[Cost]) -> Cost:
     total = costs[0]
     for cost in costs[1:]:
         total = total + cost
+    return total
+
+
+def _beside(costs: list[Cost]) -> Cost:
+    total = costs[0]
+    for cost in costs[1:]:
+        total = total.beside(cost)
     return total

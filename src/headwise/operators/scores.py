@@ -181,6 +181,8 @@ def _attend_with_lse_fused(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
     mask = _mask(scores, q.dtype)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+    # called directly, the kernel takes the last axis for contiguous without looking
+    q, k, wide = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, wide))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _four_axes(q, batch),
         _four_axes(k, batch),

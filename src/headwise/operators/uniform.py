@@ -75,6 +75,13 @@ class Uniform(AttentionOperator):
         depth = self.seen.n if self.seen.causal else 1
         return Cost(self.seen.n * d, self.seen.n * d, depth).times(self.seen.batch.numel())
 
+    def adjoint_cost(self, d: int) -> Cost:
+        """One addition for every entry of u."""
+        depth = self.seen.m if self.seen.causal else 1
+        return Cost(self.seen.overlap * d if self.seen.causal else self.seen.m * d, self.seen.m * d, depth).times(
+            self.seen.batch.numel()
+        )
+
 
 def uniform(m: int, n: int, *, causal: bool = False, padding: Tensor | None = None) -> Uniform:
     """The mean over the visible keys.  `padding` (*batch, n) is True at keys that exist."""

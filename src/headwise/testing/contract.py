@@ -1,12 +1,13 @@
-"""What every attention operator keeps, whoever wrote it: twelve properties of P, each measured and each able to fail.
+"""What every attention operator keeps, whoever wrote it: fifteen properties of P, each measured, each able to fail.
 
     linear      P(ax + by) = aPx + bPy                    broadcast   batch axes of v broadcast against those of P
-    adjoint     <Pv, u> = <v, P^T u>                      vmap        over v, and over the tensors P is built from
-    dense       dense() = apply(I) = the twin             compile     torch.compile(fullgraph=True) changes nothing
-    claims      every claim holds for dense()             half        float32, bfloat16, float16 stay near the twin
-    values      apply and adjoint equal the twin          copies      deep copies and saved files are the same P
-    gradients   and so do their gradients                 repeatable  P is one matrix: applied twice, it agrees
-    cost        multiply_adds agree with a count
+    adjoint     <Pv, u> = <v, P^T u>                      strides     views are read as the numbers they show
+    dense       dense() = apply(I) = the twin             vmap        over v, and over the tensors P is built from
+    claims      every claim holds for dense()             compile     P in torch.compile(fullgraph=True), unchanged
+    values      apply and adjoint equal the twin          trace       and so is the building of P
+    gradients   and so do their gradients                 half        float32, bfloat16, float16 stay near the twin
+    cost        multiply-adds agree with a count          copies      deep copies and saved files are the same P
+                                                          repeatable  P is one matrix: applied twice, it agrees
 
 The twin is a function of the same tensors that returns P itself in float64, written without any code of the operator.
 Errors are largest absolute differences relative to the largest entry expected (or to 1 if that is larger).
@@ -18,8 +19,10 @@ import copy
 import io
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,7 +63,7 @@ class Case:
 
     def _tensor(self, name: str, given: Tensor | Sequence[int], dtype: torch.dtype, draw: int) -> Tensor:
         if isinstance(given, Tensor):
-            return given.to(dtype) if given.dtype.is_floating_point else given
+            return given.to(dtype, copy=True) if given.dtype.is_floating_point else given
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {draw}".encode()))
         return torch.randn(*given, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -111,6 +114,12 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def _sides(op: AttentionOperator, d: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """v (*batch, n, d) to apply P to, and u (*batch, m, d) to apply P^T to."""
+    *batch, m, n = op.shape
+    return normal(*batch, n, d, seed=1, dtype=dtype), normal(*batch, m, d, seed=2, dtype=dtype)
+
+
 def check_linear(case: Case) -> None:
     op = case.operator()
     *batch, _, n = op.shape
@@ -120,9 +129,8 @@ def check_linear(case: Case) -> None:
 
 def check_adjoint(case: Case) -> None:
     op = case.operator()
-    *batch, m, n = op.shape
     for d in case.widths():
-        v, u = normal(*batch, n, d, seed=1), normal(*batch, m, d, seed=2)
+        v, u = _sides(op, d)
         left, right = (op(v) * u).sum((-2, -1)), (v * op.adjoint(u)).sum((-2, -1))
         case.agree(f"adjoint: <Pv, u> = <v, P^T u> at width {d}", right, left)
 
@@ -150,9 +158,8 @@ def check_claims(case: Case) -> None:
 
 def check_values(case: Case) -> None:
     op, p = case.operator(), case.matrix(case.tensors())
-    *batch, m, n = op.shape
     for d in case.widths():
-        v, u = normal(*batch, n, d, seed=1), normal(*batch, m, d, seed=2)
+        v, u = _sides(op, d)
         case.agree(f"values of apply at width {d}", op(v), p @ v)
         case.agree(f"values of adjoint at width {d}", op.adjoint(u), p.mT @ u)
 
@@ -189,15 +196,18 @@ def _compare_gradients(
 def check_cost(case: Case) -> None:
     """products <= multiply_adds <= products + sums, as `headwise.testing.count` counts one apply; exact, no slack."""
     op = case.operator(torch.float32)
-    *batch, _, n = op.shape
     for d in case.widths():
-        v = normal(*batch, n, d, seed=1, dtype=torch.float32)
-        count, stated = count_multiply_adds(lambda v=v: op(v)), op.cost(d).multiply_adds
-        if not count.products <= stated <= count.products + count.sums:
-            raise ContractError(
-                f"{case.name}: cost: cost({d}) states {stated} multiply-adds, but one apply did {count.products} in "
-                f"matrix products and at most {count.sums} more in sums"
-            )
+        v, u = _sides(op, d, torch.float32)
+        for what, run, stated in (
+            ("cost", partial(op, v), op.cost(d).multiply_adds),
+            ("adjoint_cost", partial(op.adjoint, u), op.adjoint_cost(d).multiply_adds),
+        ):
+            count = count_multiply_adds(run)
+            if not count.products <= stated <= count.products + count.sums:
+                raise ContractError(
+                    f"{case.name}: cost: {what}({d}) states {stated} multiply-adds, but {count.products} were done in "
+                    f"matrix products and at most {count.sums} more in sums"
+                )
 
 
 def check_broadcast(case: Case) -> None:
@@ -208,6 +218,19 @@ def check_broadcast(case: Case) -> None:
         v, u = normal(*shape, n, 3, seed=1), normal(*shape, m, 3, seed=2)
         case.agree(f"broadcast of v with batch axes {shape}", op(v), p.expand(*batch, m, n) @ v)
         case.agree(f"broadcast of u with batch axes {shape}", op.adjoint(u), p.expand(*batch, m, n).mT @ u)
+
+
+def check_strides(case: Case) -> None:
+    """Tensors that are views with NaN between their entries: a kernel that ignores strides reads the NaN."""
+    tensors = {name: _spread(x) if x.dtype.is_floating_point else x for name, x in case.tensors().items()}
+    op, p = case.build(**tensors), case.matrix(case.tensors())
+    v, u = _sides(op, 3)
+    case.agree("strides of v", op(_spread(v)), p @ v)
+    case.agree("strides of u", op.adjoint(_spread(u)), p.mT @ u)
+
+
+def _spread(x: Tensor) -> Tensor:
+    return torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]
 
 
 def check_vmap(case: Case) -> None:
@@ -234,19 +257,31 @@ def _compare_vmaps(case: Case) -> None:
 
 
 def check_compile(case: Case, backend: str = "aot_eager") -> None:
-    """One graph, no breaks.  `aot_eager` needs no compiler on the machine; `inductor` is the default of torch."""
+    """`op` in one graph without breaks.  `aot_eager` needs no C++ compiler; torch's default is `inductor`."""
     op = case.operator()
-    *batch, m, n = op.shape
-    v, u = normal(*batch, n, 3, seed=1), normal(*batch, m, 3, seed=2)
+    v, u = _sides(op, 3)
+    run = torch.compile(lambda v, u: (op(v), op.adjoint(u)), fullgraph=True, backend=backend)
+    with _fresh_compiler():
+        applied, adjoint = run(v, u)
+    case.agree(f"compile ({backend}) of apply", applied, op(v))
+    case.agree(f"compile ({backend}) of adjoint", adjoint, op.adjoint(u))
+
+
+def check_trace(case: Case, backend: str = "aot_eager") -> None:
+    """The builder inside the graph too, as in a layer that is compiled whole."""
+    op, tensors = case.operator(), case.tensors()
+    v, _ = _sides(op, 3)
+    run = torch.compile(lambda v, tensors: case.build(**tensors)(v), fullgraph=True, backend=backend)
+    with _fresh_compiler():
+        found = run(v, tensors)
+    case.agree(f"trace ({backend}) of building and applying", found, op(v))
+
+
+@contextmanager
+def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()  # every case brings its own operator, and dynamo gives up on the ninth of one lambda
     with torch.no_grad():
-        case.agree(f"compile ({backend}) of apply", _compiled(op, "__call__", v, backend), op(v))
-        case.agree(f"compile ({backend}) of adjoint", _compiled(op, "adjoint", u, backend), op.adjoint(u))
-
-
-def _compiled(op: AttentionOperator, method: str, x: Tensor, backend: str) -> Tensor:
-    run = (lambda x: op(x)) if method == "__call__" else (lambda x: op.adjoint(x))
-    return torch.compile(run, fullgraph=True, backend=backend)(x)
+        yield
 
 
 def check_half(case: Case) -> None:
@@ -254,9 +289,8 @@ def check_half(case: Case) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         tensors = case.tensors(dtype)
         op, p = case.build(**tensors), case.matrix(tensors)
-        *batch, m, n = op.shape
         for d in case.widths():
-            v, u = normal(*batch, n, d, seed=1, dtype=dtype), normal(*batch, m, d, seed=2, dtype=dtype)
+            v, u = _sides(op, d, dtype)
             for what, found, expected in (
                 ("apply", op(v), p @ v.double()),
                 ("adjoint", op.adjoint(u), p.mT @ u.double()),
@@ -268,8 +302,7 @@ def check_half(case: Case) -> None:
 
 def check_copies(case: Case) -> None:
     op = case.operator()
-    *batch, _, n = op.shape
-    v = normal(*batch, n, 3, seed=1)
+    v, _ = _sides(op, 3)
     case.agree("copies: deepcopy", copy.deepcopy(op)(v), op(v))
     file = io.BytesIO()
     torch.save(op, file)
@@ -286,8 +319,7 @@ def check_copies(case: Case) -> None:
 
 def check_repeatable(case: Case) -> None:
     op = case.operator()
-    *batch, m, n = op.shape
-    v, u = normal(*batch, n, 3, seed=1), normal(*batch, m, 3, seed=2)
+    v, u = _sides(op, 3)
     for what, first, second in (("apply", op(v), op(v)), ("adjoint", op.adjoint(u), op.adjoint(u))):
         if not torch.equal(first, second):
             raise ContractError(
@@ -304,8 +336,10 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "gradients": check_gradients,
     "cost": check_cost,
     "broadcast": check_broadcast,
+    "strides": check_strides,
     "vmap": check_vmap,
     "compile": check_compile,
+    "trace": check_trace,
     "half": check_half,
     "copies": check_copies,
     "repeatable": check_repeatable,

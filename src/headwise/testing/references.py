@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Allowed = Callable[[int, int], "Tensor | bool"]
+BORDERS = ("zeros", "replicate", "reflect", "circular")
 
 
 def matrix(m: int, n: int, entry: Callable[[int, int], Tensor]) -> Tensor:
@@ -118,16 +118,11 @@ def concatenation(q: Tensor, k: Tensor, w: Tensor, **masks: object) -> Tensor:
     """P_ij = relu(w . [q_i; k_j]) / C_i with C_i the number of keys that query i may see; zero where it may not."""
     q, k, w = q.double(), k.double(), w.double()
 
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+
     def entry(i: int, j: int) -> Tensor:
-        q_i, k_j = (
-            torch.broadcast_tensors(q[..., i, :], k[..., j, :])
-            if q.shape[-1] == k.shape[-1]
-            else (
-                q[..., i, :].expand(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-1]),
-                k[..., j, :].expand(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), k.shape[-1]),
-            )
-        )
-        return (torch.cat([q_i, k_j], dim=-1) * w).sum(-1).relu()
+        pair = [x.expand(*batch, x.shape[-1]) for x in (q[..., i, :], k[..., j, :])]
+        return (torch.cat(pair, dim=-1) * w).sum(-1).relu()
 
     return _averaged(matrix(q.shape[-2], k.shape[-2], entry), **masks)
 
@@ -138,18 +133,28 @@ def uniform(m: int, n: int, *, causal: bool = False, padding: Tensor | None = No
     return normalised(torch.zeros(seen.shape, dtype=torch.float64), seen)
 
 
-def shift(grid: Sequence[int], offset: Sequence[int], border: str = "zeros") -> Tensor:
-    """P_ij = 1 if cell j of the grid is cell i moved by `offset`: (P v)_i = v_(i + offset).
+def shift(
+    grid: Sequence[int],
+    offset: Sequence[int],
+    *,
+    border: str = "circular",
+    stride: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+) -> Tensor:
+    """P_ij = 1 if query i looks at key j: (P v)_p = v_(stride p + offset) for the cells p of a grid.
 
-    Where i + offset leaves the grid: "zeros" reads nothing, "replicate" the nearest cell, "reflect" the mirror image
-    about the outermost cell, "circular" the cell on the other side.  Cells are numbered in row-major order.
+    Where that leaves the grid: "zeros" reads nothing, "replicate" the nearest cell, "reflect" the mirror image about
+    the outermost cell, "circular" the cell on the other side.  Cells are numbered in row-major order.
     """
-    cells = list(itertools.product(*(range(g) for g in grid)))
-    p = torch.zeros(len(cells), len(cells), dtype=torch.float64)
+    keys = list(itertools.product(*(range(g) for g in grid)))
+    cells = list(itertools.product(*(range(g) for g in queries or grid)))
+    p = torch.zeros(len(cells), len(keys), dtype=torch.float64)
     for i, cell in enumerate(cells):
-        target = [_inside(x + dx, g, border) for x, dx, g in zip(cell, offset, grid, strict=True)]
-        if None not in target:
-            p[i, cells.index(tuple(target))] = 1.0  # type: ignore[arg-type]
+        steps = stride or (1,) * len(cell)
+        places = zip(cell, steps, offset, grid, strict=True)
+        target = tuple(_inside(x * step + dx, g, border) for x, step, dx, g in places)
+        if target in keys:
+            p[i, keys.index(target)] = 1.0  # type: ignore[arg-type]
     return p
 
 
@@ -225,4 +230,4 @@ def _inside(x: int, g: int, border: str) -> int | None:
         while not 0 <= x < g:  # each bounce mirrors about an outermost cell, which is not repeated
             x = -x if x < 0 else 2 * (g - 1) - x
         return x
-    raise ValueError(f"border must be zeros, replicate, reflect or circular, but is {border!r}")
+    raise ValueError(f"border must be one of {BORDERS}, but is {border!r}")
