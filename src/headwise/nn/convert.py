@@ -38,12 +38,15 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHead:
         out_bias=module.out_proj.bias is not None,
         context_width=(module.kdim, module.vdim),
     ).to(module.out_proj.weight)
-    packed = module.in_proj_weight
-    weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight) if packed is None else packed.chunk(3)
-    biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    for linear, weight, bias in zip((layer.query, layer.key, layer.value), weights, biases, strict=True):
-        _fill(linear, weight, bias, learns=(module.q_proj_weight if packed is None else packed).requires_grad)
-    _fill(layer.out, module.out_proj.weight, module.out_proj.bias, learns=module.out_proj.weight.requires_grad)
+    packed, bias = module.in_proj_weight, module.in_proj_bias
+    for i, (part, linear) in enumerate({"q": layer.query, "k": layer.key, "v": layer.value}.items()):
+        rows = slice(i * width, (i + 1) * width)
+        weight = getattr(module, f"{part}_proj_weight") if packed is None else packed
+        _fill(linear.weight, weight if packed is None else packed[rows], like=weight)
+        if bias is not None:
+            _fill(linear.bias, bias[rows], like=bias)
+    for name, parameter in module.out_proj.named_parameters():
+        _fill(getattr(layer.out, name), parameter, like=parameter)
     return layer.train(module.training)
 
 
@@ -69,10 +72,12 @@ def to_torch(layer: MultiHead, *, batch_first: bool = True) -> nn.MultiheadAtten
         for name, part in zip(("q", "k", "v"), parts, strict=True):
             getattr(module, f"{name}_proj_weight").copy_(part.weight)
     if module.in_proj_bias is not None:
-        module.in_proj_bias.zero_() if layer.query.bias is None else module.in_proj_bias.copy_(
-            torch.cat([part.bias for part in parts])
-        )
-        module.out_proj.bias.zero_() if layer.out.bias is None else module.out_proj.bias.copy_(layer.out.bias)
+        module.in_proj_bias.zero_()  # torch has biases everywhere or nowhere
+        module.out_proj.bias.zero_()
+        if layer.query.bias is not None:
+            module.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
+        if layer.out.bias is not None:
+            module.out_proj.bias.copy_(layer.out.bias)
     module.out_proj.weight.copy_(layer.out.weight)
     return module.train(layer.training)
 
@@ -83,14 +88,14 @@ def masks_from_torch(
     key_padding_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """torch's masks (True = ignore, or additive) as the keywords of `MultiHead.forward`.
 
     `is_causal` is only a hint to torch that `attn_mask` is causal; the mask itself is what counts, here too.
     """
     if is_causal and attn_mask is None:
         raise InputError("masks_from_torch: is_causal is a hint about attn_mask, which is missing; pass causal=True")
-    given: dict[str, Tensor] = {}
+    given: dict[str, Any] = {}
     if key_padding_mask is not None:
         if key_padding_mask.dtype == torch.bool:
             given["padding"] = ~key_padding_mask
@@ -146,10 +151,8 @@ class DropIn(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         if not self.batch_first and query.dim() == 3:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        masks: dict[str, Any] = dict(
-            masks_from_torch(
-                heads=self.num_heads, key_padding_mask=key_padding_mask, attn_mask=attn_mask, is_causal=is_causal
-            )
+        masks = masks_from_torch(
+            heads=self.num_heads, key_padding_mask=key_padding_mask, attn_mask=attn_mask, is_causal=is_causal
         )
         if query.dim() == 2:  # one sequence: a 3-D mask is (h, m, n) as it stands
             masks = {name: x.squeeze(0) if x.dim() == 4 else x for name, x in masks.items()}
@@ -160,12 +163,9 @@ class DropIn(nn.Module):
         return (out if self.batch_first or out.dim() == 2 else out.transpose(0, 1)), weights
 
 
-def _fill(linear: nn.Linear, weight: Tensor, bias: Tensor | None, *, learns: bool) -> None:
-    linear.weight.copy_(weight)
-    linear.weight.requires_grad_(learns)
-    if bias is not None:
-        linear.bias.copy_(bias)
-        linear.bias.requires_grad_(learns)
+def _fill(parameter: Tensor, value: Tensor, *, like: Tensor) -> None:
+    parameter.copy_(value)
+    parameter.requires_grad_(like.requires_grad)  # a frozen weight stays frozen
 
 
 def _expressible(layer: MultiHead) -> None:
