@@ -1,20 +1,53 @@
-"""P ~ U diag(sigma) V^T from apply and adjoint alone: block Krylov, batched, P is never formed."""
+"""P ~ U diag(sigma) V^T from apply and adjoint alone: batched block Golub-Kahan, P is never formed.
+
+From a Gaussian block V_1 the two bases grow by turns, U_j from P V_j and V_(j+1) from P^T U_j, each new block made
+orthogonal to all the old ones.  In the bases [U, U'] and [V, V'], primes for the part of space not yet seen,
+
+    P = [ B  C ]      B, C known, C = U^T P V' of `block` columns;      D = U'^T P V' unknown.
+        [ 0  D ]
+
+    values_i = sigma_i([B C]) <= sigma_i(P)                                  always (interlacing), up to rounding
+    sigma_i(P)^2 <= t   if t > delta^2 and sigma_i([B, C sqrt(t / (t - delta^2))])^2 <= t     whenever ||D|| <= delta
+
+The second line (Schur complement of t - P P^T) is the quadratic residual bound ||r||^2 / gap for all the values
+together, with their indices: `errors` is its distance from `values`.  delta is the one thing estimated, by ||P^T U_k||
+on the newest block.  A start orthogonal to a leading direction, which has probability zero, could deceive it.
+`residuals` needs no such assumption, and says less: for unit u, v some singular value of P lies within
+sqrt((||P v - s u||^2 + ||P^T u - s v||^2) / 2) of s (Weyl, on [[0, P], [P^T, 0]]).
+
+Golub & Kahan 1965; wide block and few steps: Musco & Musco 2015.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.linalg.spectrum import Spectrum
+from headwise.linalg.basis import checked_map, extend, gaussian_blocks, outside, work_dtype
+from headwise.linalg.spectrum import Spectrum, rounding
 
-__all__ = ["Spectrum", "singular_values"]
+__all__ = ["Spectrum", "Triplets", "singular_values", "singular_vectors"]
+
+# t / delta^2 at which the bound is evaluated: near 1 for values close to the unseen part, far for the leading ones
+LEVELS = (1.06, 1.25, 2.0, 6.0)
 
 
-@torch.no_grad()
+@final
+@dataclass(frozen=True, eq=False)
+class Triplets:
+    """P v_i ~ sigma_i u_i: orthonormal columns `left` (*batch, m, r) and `right` (*batch, n, r) with their spectrum."""
+
+    left: Tensor
+    spectrum: Spectrum
+    right: Tensor
+
+
 def singular_values(
     apply: Callable[[Tensor], Tensor],
     adjoint: Callable[[Tensor], Tensor],
@@ -26,48 +59,158 @@ def singular_values(
     block: int = 64,
     steps: int | None = None,
 ) -> Spectrum:
-    """sigma_1 >= ... >= sigma_r of P (*batch, m, n)."""
+    """sigma_1 >= ... >= sigma_r of P (*batch, m, n), with an error estimate for each (the module says which).
+
+    `apply` takes (*batch, n, c) to (*batch, m, c) and `adjoint` back, in the dtype of `like`; a half-precision operator
+    is called in half precision and the rest runs in float32, the small matrices in float64.  Up to
+    min(m, n) = 2 block steps the whole of P fits in the memory of the bases and the answer is exact; beyond, memory is
+    O((m + n) block steps).  `steps` is max(6, 3 r / block) unless given.  Without a generator the start is a fixed
+    one, so that the same P has the same spectrum every time.
+
+    >>> p = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
+    >>> singular_values(lambda v: p @ v, lambda u: p.mT @ u, p.shape, 2, like=p).values
+    tensor([3., 2.], dtype=torch.float64)
+    """
+    if shape[-1] > shape[-2]:
+        # the transpose is tall, so that neither basis outgrows the space it lives in
+        apply, adjoint, shape = adjoint, apply, (*shape[:-2], shape[-1], shape[-2])
+    steps = _steps(shape, r, block, steps)
+    if shape[-1] <= 2 * block * steps:
+        return _exact(torch.linalg.svdvals(_whole(apply, shape, like)), r, like)
+    parts = _bidiagonalise(apply, adjoint, shape, like, gaussian_blocks(block, like, generator), steps)
+    return _bounded(parts, torch.linalg.svd(parts.known, full_matrices=False), r, like)
+
+
+def singular_vectors(
+    apply: Callable[[Tensor], Tensor],
+    adjoint: Callable[[Tensor], Tensor],
+    shape: Sequence[int],
+    r: int,
+    *,
+    like: Tensor,
+    generator: torch.Generator | None = None,
+    block: int = 64,
+    steps: int | None = None,
+) -> Triplets:
+    """The values of `singular_values` with their vectors: left diag(values) right^T is close to the best rank-r P.
+
+    >>> p = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
+    >>> t = singular_vectors(lambda v: p @ v, lambda u: p.mT @ u, p.shape, 1, like=p)
+    >>> (t.left * t.spectrum.values @ t.right.mT).round().abs()[0, 0].item()
+    3.0
+    """
+    if shape[-1] > shape[-2]:
+        flipped = (*shape[:-2], shape[-1], shape[-2])
+        t = singular_vectors(adjoint, apply, flipped, r, like=like, generator=generator, block=block, steps=steps)
+        return Triplets(t.right, t.spectrum, t.left)
+    steps = _steps(shape, r, block, steps)
+    if shape[-1] <= 2 * block * steps:
+        x, s, yt = torch.linalg.svd(_whole(apply, shape, like), full_matrices=False)
+        return Triplets(x[..., :r], _exact(s, r, like), yt.mT[..., :r])
+    parts = _bidiagonalise(apply, adjoint, shape, like, gaussian_blocks(block, like, generator), steps)
+    x, s, yt = torch.linalg.svd(parts.known, full_matrices=False)
+    left, right = (basis.double() @ y[..., :r] for basis, y in ((parts.left, x), (parts.right, yt.mT)))
+    return Triplets(left, _bounded(parts, (x, s, yt), r, like), right)
+
+
+def _steps(shape: Sequence[int], r: int, block: int, steps: int | None) -> int:
+    """How many block steps to take, after refusing what has no meaning."""
+    m, n = shape[-2], shape[-1]
+    if min(m, n) < 1:
+        raise ShapeError(f"singular_values: P is {m} x {n}: an empty axis has no spectrum")
+    if not 1 <= r <= min(m, n):
+        raise ShapeError(f"singular_values: r must lie in 1..{min(m, n)} for P of {m} x {n}, but r is {r}")
+    if block < 1 or (steps is not None and steps < 1):
+        raise ShapeError(f"singular_values: block and steps must be positive, but block is {block} and steps {steps}")
+    if steps is None:
+        return max(6, math.ceil(3 * r / block))
+    if block * steps < min(r, n):
+        raise ShapeError(
+            f"singular_values: {steps} steps of block {block} span {block * steps} directions, fewer than r = {r}; "
+            f"take at least {math.ceil(r / block)} steps"
+        )
+    return steps
+
+
+@torch.no_grad()
+def _whole(apply: Callable[[Tensor], Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
+    """P itself, in float64."""
     *batch, m, n = shape
-    count = min(m, n)
-    if not 1 <= r <= count:
-        raise ShapeError(f"singular_values: r must lie in 1..min(m, n) = {count}, but r is {r}, m {m} and n {n}")
-    if n > m:
-        apply, adjoint, m, n = adjoint, apply, n, m
-    steps = max(6, math.ceil(3 * r / block)) if steps is None else steps
-    work = torch.float64 if like.dtype == torch.float64 else torch.float32
-    eps = torch.finfo(like.dtype).eps
+    eye = torch.eye(n, dtype=work_dtype(like.dtype), device=like.device).expand(*batch, n, n)
+    return checked_map("singular_values", apply, like, (*batch, m))(eye).double()
 
-    def run(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return f(x.to(like.dtype)).to(work)
 
-    if n <= block * steps:
-        eye = torch.eye(n, dtype=work, device=like.device).expand(*batch, n, n)
-        values = torch.linalg.svdvals(run(apply, eye).double())
-        total = values.square().sum(-1).sqrt()
-        errors = (4 * eps * total).unsqueeze(-1).expand(*batch, r)
-        return Spectrum(values[..., :r], errors, True, count, total)
-    if generator is None:
-        generator = torch.Generator().manual_seed(0)
-    start = torch.randn(n, block, generator=generator, device=generator.device).to(like.device, work)
-    v = torch.linalg.qr(start).Q.expand(*batch, n, block)
-    right, left = [v], []
-    for step in range(steps):
-        u = run(apply, right[-1])
-        for _ in range(2):
-            for basis in left:
-                u = u - basis @ (basis.mT @ u)
-            u = torch.linalg.qr(u).Q
-        left.append(u)
-        z = run(adjoint, u)
-        if step + 1 < steps:
-            for _ in range(2):
-                for basis in right:
-                    z = z - basis @ (basis.mT @ z)
-                z = torch.linalg.qr(z).Q
-            right.append(z)
-    u = torch.cat(left, -1)
-    back = run(adjoint, u)
-    x, values, yt = torch.linalg.svd((u.mT @ run(apply, torch.cat(right, -1))).double(), full_matrices=False)
-    residual = back.double() @ x[..., :r] - torch.cat(right, -1).double() @ yt.mT[..., :r] * values[..., None, :r]
-    errors = residual.norm(dim=-2) + 8 * eps * values[..., :1]
-    return Spectrum(values[..., :r], errors, False, count)
+def _exact(values: Tensor, r: int, like: Tensor) -> Spectrum:
+    frobenius = torch.linalg.vector_norm(values, dim=-1)
+    errors = rounding(like.dtype, values[..., :1]).expand_as(values)[..., :r]
+    return Spectrum(values[..., :r], errors, errors, exact=True, count=values.shape[-1], frobenius=frobenius)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """P = left known right^T + D on the rest, known = [B C]."""
+
+    left: Tensor  # U (*batch, m, s)
+    known: Tensor  # (*batch, s, s + block), float64
+    right: Tensor  # [V, the newest block of V'] (*batch, n, s + block)
+    unseen: Tensor  # (*batch,) estimate of ||D||
+    count: int
+
+
+@torch.no_grad()
+def _bidiagonalise(
+    apply: Callable[[Tensor], Tensor],
+    adjoint: Callable[[Tensor], Tensor],
+    shape: Sequence[int],
+    like: Tensor,
+    fresh: Callable[[int], Tensor],
+    steps: int,
+) -> _Parts:
+    *batch, m, n = shape
+    forward = checked_map("singular_values", apply, like, (*batch, m))
+    backward = checked_map("singular_values", adjoint, like, (*batch, n))
+    v = torch.linalg.qr(fresh(n)).Q
+    b, s = v.shape[-1], v.shape[-1] * steps
+    left, right = v.new_zeros(*batch, m, s), v.new_zeros(*batch, n, s + b)
+    known = torch.zeros(*batch, s, s + b, dtype=torch.float64, device=like.device)
+    right[..., :b] = v
+    scale = torch.zeros(batch, dtype=v.dtype, device=like.device)
+    for start in range(0, s, b):
+        stop = start + b
+        y = forward(right[..., start:stop])
+        scale = torch.maximum(scale, torch.linalg.matrix_norm(y))
+        left[..., start:stop] = extend(left[..., :start], y, scale, fresh)
+        # the whole column of U^T P V, not its two nonzero blocks alone: rounding is then part of what is known
+        known[..., :stop, start:stop] = (left[..., :stop].mT @ y).double()
+        z = backward(left[..., start:stop])
+        if stop < s:
+            right[..., stop : stop + b] = extend(right[..., :stop], z, scale, fresh)
+    z = outside(outside(z, right[..., :s]), right[..., :s])
+    right[..., s:], t = torch.linalg.qr(z)
+    known[..., s - b :, s:] = t.mT.double()
+    unseen = torch.linalg.matrix_norm(known[..., s - b :, :], 2)
+    return _Parts(left, known, right, unseen, count=n)
+
+
+def _bounded(parts: _Parts, svd: tuple[Tensor, Tensor, Tensor], r: int, like: Tensor) -> Spectrum:
+    """Values with the two bounds of the module's docstring."""
+    x, values, yt = svd[0][..., :r], svd[1][..., :r], svd[2][..., :r, :]
+    s = parts.known.shape[-2]
+    b, c = parts.known[..., :s], parts.known[..., s:]
+    delta = parts.unseen.unsqueeze(-1)
+    ceiling = torch.full_like(values, torch.inf)
+    for level in LEVELS:
+        stretched = torch.linalg.svdvals(torch.cat([b, c * math.sqrt(level / (level - 1))], dim=-1))[..., :r]
+        ceiling = torch.minimum(ceiling, torch.maximum(stretched, math.sqrt(level) * delta))
+
+    # the triplet (x, s, y) with y cut back to V, on which P is known whole
+    inside = torch.linalg.vector_norm(yt[..., :s], dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+    leak = torch.linalg.vector_norm(yt[..., s:], dim=-1)
+    forward = b @ (yt[..., :s] / inside.unsqueeze(-1)).mT - x * values.unsqueeze(-2)
+    backward = values.square() * 2 * leak.square() / (1 + inside)
+    residuals = ((forward.square().sum(-2) + backward) / 2).sqrt()
+
+    floor = rounding(like.dtype, values[..., :1])
+    errors = (ceiling - values).clamp_min(0) + floor
+    return Spectrum(values, errors, residuals + floor, exact=False, count=parts.count)

@@ -1,29 +1,55 @@
-"""sigma_1 >= sigma_2 >= ... of P, each with the distance it may be off: what a matrix-free computation knows."""
+"""sigma_1 >= sigma_2 >= ... of P, and how far off each may be: what a matrix-free computation knows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
+
+from headwise.shapes import all_finite, no_empty_axis
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Leading singular values sigma_1 >= ... >= sigma_r of a batch of m x n matrices.
+    """The leading singular values sigma_1 >= ... >= sigma_r of a batch of m x n matrices.
 
-    `errors` bounds |sigma_i - values_i| for each value; how it is obtained and when it is a guarantee is said by the
-    function that made it (`headwise.linalg.krylov.singular_values`).
+    `errors` estimates |sigma_i - values_i| index by index; `residuals` is the weaker statement that needs no assumption:
+    P has *some* singular value within residuals_i of values_i.  `headwise.linalg.krylov` says how both are obtained.
+    Measures made from a spectrum (effective rank, stable rank, energy) live in `headwise.linalg.ranks`.  An operator
+    that knows ||P||_F by other means adds it with `dataclasses.replace(spectrum, frobenius=...)`.
     """
 
     values: Tensor  # (*batch, r) descending, float64
     errors: Tensor  # (*batch, r) float64
-    exact: bool  # True: a dense decomposition, errors are rounding only
+    residuals: Tensor  # (*batch, r) float64
+    exact: bool  # True: a dense decomposition, the errors are rounding only
     count: int  # min(m, n): how many singular values there are in all
-    frobenius: Tensor | None = None  # (*batch,) ||P||_F = sqrt(sum of all sigma^2), where it is known
+    frobenius: Tensor | None = None  # (*batch,) sqrt(sum of all sigma^2), where it is known
 
     @property
     def complete(self) -> bool:
-        """Whether `values` holds every singular value, so that whole-spectrum measures have a meaning."""
+        """Whether every singular value is here, as whole-spectrum measures need."""
         return self.values.shape[-1] == self.count
+
+
+def rounding(dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """4 eps ||P||: what arithmetic in `dtype` alone may shift a singular value by (8e-3, 3e-2 relative for halves)."""
+    return 4 * torch.finfo(dtype).eps * scale
+
+
+@torch.no_grad()
+def dense_spectrum(p: Tensor) -> Spectrum:  # (*batch, m, n)
+    """Every singular value of a matrix at hand, by the dense decomposition in float64.
+
+    >>> dense_spectrum(torch.eye(3)).values
+    tensor([1., 1., 1.], dtype=torch.float64)
+    """
+    no_empty_axis("dense_spectrum", p=p)
+    all_finite("dense_spectrum", p=p)
+    values = torch.linalg.svdvals(p.double())
+    errors = rounding(p.dtype, values[..., :1]).expand_as(values)
+    frobenius = torch.linalg.vector_norm(values, dim=-1)
+    return Spectrum(values, errors, errors, exact=True, count=values.shape[-1], frobenius=frobenius)
