@@ -14,7 +14,10 @@ from torch import Tensor
 
 from headwise.operators.base import AttentionOperator
 from headwise.operators.compose import add, kronecker, per_head, product, scale, transpose
+from headwise.operators.concatenation import concatenation
+from headwise.operators.dot_product import dot_product, scaled
 from headwise.operators.shift import shift
+from headwise.operators.similarity import embedded_gaussian, gaussian
 from headwise.operators.softmax import softmax
 from headwise.operators.uniform import uniform
 from headwise.testing import Case, references
@@ -67,7 +70,6 @@ SOFTMAX = [
     _softmax("softmax, bias", inputs={**CROSS, "bias": (3, 5, 7)}),
     _softmax("softmax, bias, causal", inputs={**HEADS, "bias": (6, 6)}, causal=True),
     _softmax("softmax, bias of -inf", inputs={**CROSS, "bias": BIAS}),
-    _softmax("softmax, everything", inputs={**CROSS, "bias": (5, 7)}, causal=True, padding=PADDING, mask=MASK),
     Case(
         "softmax, grouped queries",
         softmax,
@@ -80,6 +82,49 @@ SOFTMAX = [
         CROSS,
         partial(references.softmax, padding=PADDING),
     ),
+    _softmax("softmax, everything", inputs={**CROSS, "bias": (5, 7)}, causal=True, padding=PADDING, mask=MASK),
+]
+
+MAPS = {"theta": (3, 4), "phi": (3, 4)}
+SIMILARITY = [
+    same("gaussian", gaussian, references.gaussian, CROSS),
+    same("gaussian, padding", gaussian, references.gaussian, CROSS, padding=PADDING),
+    same("embedded gaussian", embedded_gaussian, references.embedded_gaussian, {**CROSS, **MAPS}),
+    same("embedded gaussian, causal", embedded_gaussian, references.embedded_gaussian, {**CROSS, **MAPS}, causal=True),
+]
+
+_dot = partial(same, build=dot_product, twin=references.dot_product)
+DOT_PRODUCT = [
+    _dot("dot product", inputs=CROSS),
+    _dot("dot product, embedded", inputs={**CROSS, **MAPS}),
+    _dot("dot product, 2-D", inputs=FLAT),
+    _dot("dot product, 5-D, broadcast", inputs=FIVE),
+    _dot("dot product, causal", inputs=HEADS, causal=True),
+    _dot("dot product, causal, more keys", inputs=CROSS, causal=True),
+    _dot("dot product, causal, fewer keys", inputs=TALL, causal=True),
+    _dot("dot product, padding", inputs=CROSS, padding=PADDING),
+    _dot("dot product, padding, causal", inputs=CROSS, padding=PADDING, causal=True),
+    _dot("dot product, nothing to see", inputs=CROSS, padding=NOTHING),
+    _dot("dot product, mask", inputs=CROSS, mask=HOLES),
+    _dot("dot product, everything", inputs=CROSS, mask=HOLES, padding=PADDING, causal=True),
+    same("scaled", scaled, references.scaled, THREE),
+]
+
+_concatenation = partial(same, build=concatenation, twin=references.concatenation)
+CONCATENATION = [
+    _concatenation("concatenation", inputs={**CROSS, "w": (8,)}),
+    _concatenation("concatenation, w for each head", inputs={**CROSS, "w": (3, 8)}),
+    _concatenation("concatenation, two widths", inputs={"q": (2, 5, 3), "k": (2, 7, 2), "w": (5,)}),
+    _concatenation("concatenation, embedded", inputs={**CROSS, **MAPS, "w": (6,)}),
+    _concatenation("concatenation, 2-D", inputs={**FLAT, "w": (8,)}),
+    _concatenation("concatenation, 5-D, broadcast", inputs={**FIVE, "w": (6,)}),
+    _concatenation("concatenation, causal", inputs={**HEADS, "w": (8,)}, causal=True),
+    _concatenation("concatenation, causal, more keys", inputs={**CROSS, "w": (8,)}, causal=True),
+    _concatenation("concatenation, causal, fewer keys", inputs={**TALL, "w": (8,)}, causal=True),
+    _concatenation("concatenation, padding", inputs={**CROSS, "w": (8,)}, padding=PADDING),
+    _concatenation("concatenation, padding, causal", inputs={**CROSS, "w": (8,)}, padding=PADDING, causal=True),
+    _concatenation("concatenation, mask", inputs={**CROSS, "w": (8,)}, mask=HOLES),
+    _concatenation("concatenation, everything", inputs={**CROSS, "w": (8,)}, mask=MASK, padding=PADDING, causal=True),
 ]
 
 _uniform = partial(same, build=uniform, twin=references.uniform)
@@ -182,4 +227,5 @@ COMPOSED = [
     ),
 ]
 
-CASES = [*SOFTMAX, *UNIFORM, *SHIFT, *COMPOSED]
+# plain first, everything at once last: these two of each operator are compiled in the fast tier
+CASES = [*SIMILARITY, *SOFTMAX, *DOT_PRODUCT, *CONCATENATION, *UNIFORM, *SHIFT, *COMPOSED]

@@ -109,15 +109,23 @@ def embedded_gaussian(
     return gaussian(_mapped(q, theta), _mapped(k, phi), **masks)
 
 
-def dot_product(q: Tensor, k: Tensor, *, scale: float = 1.0, **masks: object) -> Tensor:
-    """P_ij = q_i . k_j / C_i with C_i the number of keys that query i may see; zero where it may not."""
-    return _averaged(scores(q, k, scale), **masks)
+def dot_product(
+    q: Tensor, k: Tensor, *, theta: Tensor | None = None, phi: Tensor | None = None, **masks: object
+) -> Tensor:
+    """P_ij = θ(q_i) . φ(k_j) / C_i with C_i the number of keys that query i may see; zero where it may not."""
+    return _averaged(scores(_mapped(q, theta), _mapped(k, phi), 1.0), **masks)
 
 
-def concatenation(q: Tensor, k: Tensor, w: Tensor, **masks: object) -> Tensor:
-    """P_ij = relu(w . [q_i; k_j]) / C_i with C_i the number of keys that query i may see; zero where it may not."""
-    q, k, w = q.double(), k.double(), w.double()
+def scaled(q: Tensor, k: Tensor) -> Tensor:
+    """P_ij = f(q_i . k_j) with f(x) = x / n"""
+    return scores(q, k, 1 / k.shape[-2])
 
+
+def concatenation(
+    q: Tensor, k: Tensor, w: Tensor, *, theta: Tensor | None = None, phi: Tensor | None = None, **masks: object
+) -> Tensor:
+    """P_ij = relu(w . [θ(q_i); φ(k_j)]) / C_i, C_i the number of keys that query i may see; zero where it may not."""
+    q, k, w = _mapped(q, theta), _mapped(k, phi), w.double()
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
 
     def entry(i: int, j: int) -> Tensor:
