@@ -80,6 +80,15 @@ class Case:
         floating = [x.shape[-1] for x in self.tensors().values() if x.dtype.is_floating_point and x.dim() > 1]
         return sorted({1, *floating[:1], 2 * max(floating[:1], default=2) + 1})
 
+    def check(self, name: str) -> None:
+        """One of CHECKS; whatever else goes wrong in it is a ContractError too, with the case and the check named."""
+        try:
+            CHECKS[name](self)
+        except ContractError:
+            raise
+        except Exception as error:
+            raise ContractError(f"{self.name}: {name}: raised {type(error).__name__}: {error}") from error
+
     def agree(self, what: str, found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
         if found.shape != expected.shape:
             raise ContractError(f"{self.name}: {what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
@@ -103,9 +112,9 @@ def assert_operator(
     case = Case(_name(build), build, inputs or {}, reference, tolerance, skip or {})
     if unknown := set(case.skip) - set(CHECKS):
         raise ContractError(f"{case.name}: skip names {sorted(unknown)}, but the checks are {sorted(CHECKS)}")
-    for name, check in CHECKS.items():
+    for name in CHECKS:
         if name not in case.skip:
-            check(case)
+            case.check(name)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
