@@ -1,0 +1,211 @@
+"""P_ij = M_ij relu(w . [q_i; k_j]) / C_i, a sum of two numbers under a kink, applied in O((m + n)(k + d + log n)).
+
+w . [q; k] = a_i + b_j with a = Q w_q, b = K w_k.  With the keys sorted by b, those that query i hears (b_j > -a_i) come
+first, and the running sums of v_j and of b_j v_j up to there are all it needs:
+
+    sum_j relu(a_i + b_j) v_j = a_i sum_(b_j > -a_i) v_j + sum_(b_j > -a_i) b_j v_j
+
+Wang et al. 2018 (concatenation); M_ij = 1 where query i may look at key j, C_i = sum_j M_ij.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.cost import Cost
+from headwise.errors import ShapeError
+from headwise.operators.base import AttentionOperator
+from headwise.operators.causal import causal_adjoint, causal_apply
+from headwise.operators.claims import Claim
+from headwise.operators.row_blocks import adjoint_rows, apply_rows
+from headwise.operators.similarity import Embedding, embed
+from headwise.operators.visibility import Visibility, visibility
+from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind
+
+LEAF = 64
+"""Side of the diagonal blocks that the causal form computes entry by entry."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Concatenation(AttentionOperator):
+    """P_ij = M_ij relu(w . [q_i; k_j]) / C_i from q (*batch, m, k), k (*batch, n, k') and w (*batch, k + k').
+
+    Causal: the triangle is cut into squares, log2(n / 64) sizes of them, each done as above.  With an arbitrary mask,
+    rows of P in blocks, O(m n d).  Entries are >= 0; rows do not sum to one.
+    """
+
+    q: Tensor
+    k: Tensor
+    w: Tensor
+    seen: Visibility
+
+    @property
+    def shape(self) -> torch.Size:
+        batch = torch.broadcast_shapes(self.q.shape[:-2], self.k.shape[:-2], self.w.shape[:-1])
+        return torch.Size((*batch, self.q.shape[-2], self.k.shape[-2]))
+
+    @property
+    def claims(self) -> frozenset[Claim]:
+        return frozenset({Claim.NONNEGATIVE, Claim.CAUSAL} if self.seen.causal else {Claim.NONNEGATIVE})
+
+    def apply(self, v: Tensor) -> Tensor:
+        a, b = self._heights(v.dtype)
+        x = self.seen.hide(v.to(a.dtype))
+        if self.seen.mask is not None:
+            out = apply_rows(self._rows(a, b), self.shape, x)
+        else:
+            out = causal_apply(_sums, _triangle, a, b, x) if self.seen.causal else _sums(a, b, x)
+        return self.seen.average(out).to(v.dtype)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """The same form, a and b in each other's place."""
+        a, b = self._heights(u.dtype)
+        x = self.seen.average(u.to(a.dtype))
+        if self.seen.mask is not None:
+            out = adjoint_rows(self._rows(a, b), self.shape, x)
+        elif self.seen.causal:
+            out = causal_adjoint(_sums, _triangle, a, b, x)
+        else:
+            out = _sums(b, a, x)
+        return self.seen.hide(out).to(u.dtype)
+
+    def cost(self, d: int) -> Cost:
+        m, n = self.shape[-2:]
+        return self._cost(_cost(m, n - m if self.seen.causal else n, d), d)
+
+    def adjoint_cost(self, d: int) -> Cost:
+        m, n = self.shape[-2:]
+        return self._cost(_cost(n - m if self.seen.causal else n, m, d), d)
+
+    def _cost(self, rectangle: Cost, d: int) -> Cost:
+        *batch, m, n = self.shape
+        heights = sum(
+            torch.broadcast_shapes(x.shape[:-2], self.w.shape[:-1]).numel() * math.prod(x.shape[-2:])
+            for x in (self.q, self.k)
+        )
+        if self.seen.mask is not None:
+            work = Cost(m * n * d, m * n)
+        elif self.seen.causal:
+            work = _triangle_cost(min(m, n), d)
+            work = work + rectangle if n > m else work
+        else:
+            work = rectangle
+        return Cost(heights, m + n) + work.times(math.prod(batch))
+
+    def _heights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """a = Q w_q (*batch, m, 1) and b = K w_k (*batch, n, 1), in float32 at least: the sum decides who is heard."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        w_q, w_k = self.w.to(dtype).unsqueeze(-1).split([self.q.shape[-1], self.k.shape[-1]], dim=-2)
+        return self.q.to(dtype) @ w_q, self.k.to(dtype) @ w_k
+
+    def _rows(self, a: Tensor, b: Tensor):
+        def rows(start: int, stop: int) -> Tensor:
+            weights = (a[..., start:stop, :] + b.mT).relu()
+            return weights.masked_fill(~self.seen.rows(start, stop, a.device), 0)
+
+        return rows
+
+
+def _sums(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    """sum_j relu(a_i + b_j) v_j: (*batch, m, 1), (*batch, n, 1), (*batch, n, d) -> (*batch, m, d)"""
+    order = b.detach().argsort(dim=-2, descending=True)
+    b = b.gather(-2, order)
+    heard = _below(-b.detach(), a.detach())
+    v = _take(v, order)
+    sums = torch.cat([v, b * v], dim=-1).cumsum(-2)
+    plain, weighted = _take(F.pad(sums, (0, 0, 1, 0)), heard).chunk(2, dim=-1)
+    return a * plain + weighted
+
+
+def _below(ascending: Tensor, x: Tensor) -> Tensor:
+    """How many of the sorted numbers are less than each x: (*batch, n, 1), (*batch, m, 1) -> (*batch, m, 1)"""
+    # zeros of the other's batch are added because searchsorted wants whole batches, and laid out in memory
+    ascending, x = ascending.squeeze(-1), x.squeeze(-1)
+    zero_a, zero_x = torch.zeros_like(ascending[..., :1]), torch.zeros_like(x[..., :1])
+    return torch.searchsorted(ascending + zero_x, x + zero_a).unsqueeze(-1)
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    """The rows of x (*batch, n, d) in the order of `rows` (*batch, m, 1), batch axes broadcast."""
+    batch = torch.broadcast_shapes(x.shape[:-2], rows.shape[:-2])
+    d = x.shape[-1]
+    return x.expand(*batch, -1, d).gather(-2, rows.expand(*batch, -1, d))
+
+
+def _cost(m: int, n: int, d: int) -> Cost:
+    """b v, two running sums, a times one of them; sorting multiplies nothing."""
+    return Cost((3 * n + m) * d, (2 * n + 2 * m) * d, depth=n)
+
+
+def _triangle(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    """sum over j <= i of relu(a_i + b_j) v_j.
+
+    Small triangles on the diagonal entry by entry; then, for each size s = 64, 128, ..., every second run of s queries
+    against the run of s keys just before it, all of which it sees.
+    """
+    n = a.shape[-2]
+    x, y, z = (_runs(t, LEAF) for t in (a, b, v))
+    out = ((x + y.mT).relu().tril() @ z).flatten(-3, -2)[..., :n, :]
+    size = LEAF
+    while size < n:
+        x, y, z = (_runs(t, 2 * size) for t in (a, b, v))
+        part = _sums(x[..., size:, :], y[..., :size, :], z[..., :size, :])
+        out = out + F.pad(part, (0, 0, size, 0)).flatten(-3, -2)[..., :n, :]
+        size *= 2
+    return out
+
+
+def _runs(x: Tensor, size: int) -> Tensor:
+    """(*batch, n, d) -> (*batch, runs, size, d), filled up with zeros."""
+    n = x.shape[-2]
+    runs = -(-n // size)
+    return F.pad(x, (0, 0, 0, runs * size - n)).unflatten(-2, (runs, size))
+
+
+def _triangle_cost(n: int, d: int) -> Cost:
+    leaves = -(-n // LEAF)
+    total, size = Cost(leaves * LEAF**2 * d, leaves * LEAF**2), LEAF
+    while size < n:
+        total = total + _cost(size, size, d).times(-(-n // (2 * size)))
+        size *= 2
+    return total
+
+
+def concatenation(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    *,
+    theta: Embedding = None,
+    phi: Embedding = None,
+    causal: bool = False,
+    padding: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Concatenation:
+    """P_ij = relu(w . [θ(q_i); φ(k_j)]) / C_i; w is (k + k') or, one for each head, (*batch, k + k').
+
+    >>> concatenation(torch.tensor([[1.0], [-2.0]]), torch.tensor([[0.0], [3.0]]), torch.ones(2)).dense()
+    tensor([[0.5000, 2.0000],
+            [0.0000, 0.5000]])
+    """
+    q, k = embed("Concatenation", "q", q, theta), embed("Concatenation", "k", k, phi)
+    no_empty_axis("Concatenation", q=q, k=k)
+    same_kind("Concatenation", q=q, k=k, w=w)
+    all_finite("Concatenation", q=q, k=k, w=w)
+    widths = q.shape[-1], k.shape[-1]
+    if w.dim() < 1 or w.shape[-1] != sum(widths):
+        raise ShapeError(
+            f"Concatenation: w has shape {tuple(w.shape)}, but its last axis must be {sum(widths)}: "
+            f"q has width {widths[0]}, k has width {widths[1]}"
+        )
+    batch = broadcast_batch("Concatenation", q=q.shape[:-2], k=k.shape[:-2], w=w.shape[:-1])
+    m, n = q.shape[-2], k.shape[-2]
+    masks = {"causal": causal, "padding": padding, "mask": mask}
+    return Concatenation(q, k, w, visibility("Concatenation", m, n, **masks, batch=batch, device=q.device))

@@ -1,0 +1,75 @@
+"""o_i = (1/C_i) sum_j f(q_i, k_j) g(v_j): the general form of attention, by the similarity f.
+
+    gaussian            f = exp(q . k)               C_i = sum_j f    softmax with scale 1
+    embedded_gaussian   f = exp(θ(q) . φ(k))         C_i = sum_j f    softmax with scale 1
+    dot_product         f = θ(q) . φ(k)              C = n            in dot_product.py; f may be negative
+    scaled              f = (θ(q) . φ(k)) / n        C = 1            the same matrix
+    concatenation       f = relu(w . [θ(q); φ(k)])   C = n            in concatenation.py
+
+Wang, Girshick, Gupta & He 2018 ("Non-local neural networks").  θ, φ and g are callables, or matrices W (out, in) as
+`nn.Linear` keeps them, applied to every row: x_i -> W x_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.errors import ShapeError
+from headwise.operators.base import AttentionOperator
+from headwise.operators.softmax import Softmax, softmax
+from headwise.shapes import no_empty_axis, same_axis, same_kind
+
+Embedding = Callable[[Tensor], Tensor] | Tensor | None
+
+
+def gaussian(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    padding: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Softmax:
+    """P_ij = exp(q_i . k_j) / C_i, C_i the sum of the row: softmax without the 1/sqrt(k)."""
+    return softmax(q, k, scale=1.0, causal=causal, padding=padding, mask=mask, bias=bias)
+
+
+def embedded_gaussian(
+    q: Tensor,
+    k: Tensor,
+    *,
+    theta: Embedding = None,
+    phi: Embedding = None,
+    causal: bool = False,
+    padding: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Softmax:
+    """P_ij = exp(θ(q_i) . φ(k_j)) / C_i, C_i the sum of the row.  With no θ and φ it is `gaussian`."""
+    q, k = embed("EmbeddedGaussian", "q", q, theta), embed("EmbeddedGaussian", "k", k, phi)
+    return gaussian(q, k, causal=causal, padding=padding, mask=mask, bias=bias)
+
+
+def attend(operator: AttentionOperator, v: Tensor, g: Embedding = None) -> Tensor:
+    """o = P g(v): (*batch, n, d) -> (*batch, m, d')"""
+    return operator(embed("attend", "v", v, g))
+
+
+def embed(owner: str, name: str, x: Tensor, map: Embedding) -> Tensor:
+    """The rows of x through a matrix or a callable; a map that changes the number of rows is refused."""
+    no_empty_axis(owner, **{name: x})
+    if map is None:
+        return x
+    if isinstance(map, Tensor):
+        if map.dim() != 2:
+            raise ShapeError(f"{owner}: the matrix applied to {name} must be (out, in), but has {tuple(map.shape)}")
+        same_axis(owner, f"width of {name}", **{name: x.shape[-1]}, matrix=map.shape[-1])
+        same_kind(owner, **{name: x}, matrix=map)
+        return F.linear(x, map)
+    y = map(x)
+    same_axis(owner, f"rows of {name}", before=x.shape[-2], after=y.shape[-2] if y.dim() > 1 else 0)
+    return y
