@@ -37,6 +37,8 @@ _PRODUCTS: dict[Any, Callable[..., int]] = {
     aten.addmv: lambda y, a, x, **_: a.numel(),
     aten.dot: lambda a, b, **_: a.numel(),
     aten.vdot: lambda a, b, **_: a.numel(),
+    aten.addmm_: lambda y, a, b, **_: a.numel() * b.shape[-1],
+    aten.baddbmm_: lambda y, a, b, **_: a.numel() * b.shape[-1],
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_fused_attention_overrideable: _attention,
 }

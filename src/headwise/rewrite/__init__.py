@@ -1,0 +1,6 @@
+"""Replace layers by others that compute the same, and hand back a receipt: convolution as attention, and back."""
+
+from headwise.rewrite.convolution import convert, exact, soft, soft_grid, to_convolution
+from headwise.rewrite.receipt import Left, Receipt
+
+__all__ = ["Left", "Receipt", "convert", "exact", "soft", "soft_grid", "to_convolution"]
