@@ -35,7 +35,8 @@ from headwise.linalg.spectrum import Spectrum, rounding
 __all__ = ["Spectrum", "Triplets", "singular_values", "singular_vectors"]
 
 # t / delta^2 at which the bound is evaluated: near 1 for values close to the unseen part, far for the leading ones
-LEVELS = (1.06, 1.25, 2.0, 6.0)
+LEVELS = (1 + 1e-6, 1.02, 1.06, 1.12, 1.2, 1.3, 1.5, 1.8, 2.5, 6.0)
+TINY = torch.finfo(torch.float64).tiny
 
 
 @final
@@ -76,9 +77,9 @@ def singular_values(
         apply, adjoint, shape = adjoint, apply, (*shape[:-2], shape[-1], shape[-2])
     steps = _steps(shape, r, block, steps)
     if shape[-1] <= 2 * block * steps:
-        return _exact(torch.linalg.svdvals(_whole(apply, shape, like)), r, like)
+        return _exact(torch.linalg.svdvals(_whole(apply, shape, like)), r, shape, like)
     parts = _bidiagonalise(apply, adjoint, shape, like, gaussian_blocks(block, like, generator), steps)
-    return _bounded(parts, torch.linalg.svd(parts.known, full_matrices=False), r, like)
+    return _bounded(parts, torch.linalg.svd(parts.known, full_matrices=False), r, shape, like)
 
 
 def singular_vectors(
@@ -106,11 +107,11 @@ def singular_vectors(
     steps = _steps(shape, r, block, steps)
     if shape[-1] <= 2 * block * steps:
         x, s, yt = torch.linalg.svd(_whole(apply, shape, like), full_matrices=False)
-        return Triplets(x[..., :r], _exact(s, r, like), yt.mT[..., :r])
+        return Triplets(x[..., :r], _exact(s, r, shape, like), yt.mT[..., :r])
     parts = _bidiagonalise(apply, adjoint, shape, like, gaussian_blocks(block, like, generator), steps)
     x, s, yt = torch.linalg.svd(parts.known, full_matrices=False)
     left, right = (basis.double() @ y[..., :r] for basis, y in ((parts.left, x), (parts.right, yt.mT)))
-    return Triplets(left, _bounded(parts, (x, s, yt), r, like), right)
+    return Triplets(left, _bounded(parts, (x, s, yt), r, shape, like), right)
 
 
 def _steps(shape: Sequence[int], r: int, block: int, steps: int | None) -> int:
@@ -140,9 +141,9 @@ def _whole(apply: Callable[[Tensor], Tensor], shape: Sequence[int], like: Tensor
     return checked_map("singular_values", apply, like, (*batch, m))(eye).double()
 
 
-def _exact(values: Tensor, r: int, like: Tensor) -> Spectrum:
+def _exact(values: Tensor, r: int, shape: Sequence[int], like: Tensor) -> Spectrum:
     frobenius = torch.linalg.vector_norm(values, dim=-1)
-    errors = rounding(like.dtype, values[..., :1]).expand_as(values)[..., :r]
+    errors = rounding(like.dtype, shape, values[..., :1]).expand_as(values)[..., :r]
     return Spectrum(values[..., :r], errors, errors, exact=True, count=values.shape[-1], frobenius=frobenius)
 
 
@@ -155,7 +156,6 @@ class _Parts:
     known: Tensor  # (*batch, s, s + block), float64
     right: Tensor  # [V, the newest block of V'] (*batch, n, s + block)
     unseen: Tensor  # (*batch,) estimate of ||D||
-    count: int
 
 
 @torch.no_grad()
@@ -190,27 +190,32 @@ def _bidiagonalise(
     right[..., s:], t = torch.linalg.qr(z)
     known[..., s - b :, s:] = t.mT.double()
     unseen = torch.linalg.matrix_norm(known[..., s - b :, :], 2)
-    return _Parts(left, known, right, unseen, count=n)
+    return _Parts(left, known, right, unseen)
 
 
-def _bounded(parts: _Parts, svd: tuple[Tensor, Tensor, Tensor], r: int, like: Tensor) -> Spectrum:
+def _bounded(parts: _Parts, svd: tuple[Tensor, Tensor, Tensor], r: int, shape: Sequence[int], like: Tensor) -> Spectrum:
     """Values with the two bounds of the module's docstring."""
-    x, values, yt = svd[0][..., :r], svd[1][..., :r], svd[2][..., :r, :]
+    x, values, yt = svd
     s = parts.known.shape[-2]
     b, c = parts.known[..., :s], parts.known[..., s:]
-    delta = parts.unseen.unsqueeze(-1)
+    # [B, C w] has the left vectors of [B C] to start from: its Gram matrix is diag(values^2) + (w^2 - 1) F F^T
+    f = x.mT @ c
+    diagonal, coupling = torch.diag_embed(values.square()), f @ f.mT
+    delta = parts.unseen.square().unsqueeze(-1)
     ceiling = torch.full_like(values, torch.inf)
     for level in LEVELS:
-        stretched = torch.linalg.svdvals(torch.cat([b, c * math.sqrt(level / (level - 1))], dim=-1))[..., :r]
-        ceiling = torch.minimum(ceiling, torch.maximum(stretched, math.sqrt(level) * delta))
+        stretched = torch.linalg.eigvalsh(diagonal + coupling / (level - 1)).flip(-1)
+        ceiling = torch.minimum(ceiling, torch.maximum(stretched, level * delta))
+    x, values, yt, ceiling = x[..., :r], values[..., :r], yt[..., :r, :], ceiling[..., :r]
+    ceiling = ceiling + 16 * torch.finfo(torch.float64).eps * values[..., :1].square()  # what eigvalsh may be off by
+    excess = (ceiling - values.square()).clamp_min(0)
+    floor = rounding(like.dtype, shape, values[..., :1])
+    errors = excess / (ceiling.sqrt() + values).clamp_min(TINY) + floor
 
-    # the triplet (x, s, y) with y cut back to V, on which P is known whole
-    inside = torch.linalg.vector_norm(yt[..., :s], dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+    # the triplet (x, s, y) with y cut back to V, where P is known whole
+    inside = torch.linalg.vector_norm(yt[..., :s], dim=-1).clamp_min(TINY)
     leak = torch.linalg.vector_norm(yt[..., s:], dim=-1)
     forward = b @ (yt[..., :s] / inside.unsqueeze(-1)).mT - x * values.unsqueeze(-2)
     backward = values.square() * 2 * leak.square() / (1 + inside)
-    residuals = ((forward.square().sum(-2) + backward) / 2).sqrt()
-
-    floor = rounding(like.dtype, values[..., :1])
-    errors = (ceiling - values).clamp_min(0) + floor
-    return Spectrum(values, errors, residuals + floor, exact=False, count=parts.count)
+    residuals = ((forward.square().sum(-2) + backward) / 2).sqrt() + floor
+    return Spectrum(values, errors, residuals, exact=False, count=min(shape[-2:]))

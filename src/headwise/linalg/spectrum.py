@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -16,7 +18,7 @@ from headwise.shapes import all_finite, no_empty_axis
 class Spectrum:
     """The leading singular values sigma_1 >= ... >= sigma_r of a batch of m x n matrices.
 
-    `errors` estimates |sigma_i - values_i| index by index; `residuals` is the weaker statement that needs no assumption:
+    `errors` estimates |sigma_i - values_i| index by index; `residuals` is weaker and needs no assumption:
     P has *some* singular value within residuals_i of values_i.  `headwise.linalg.krylov` says how both are obtained.
     Measures made from a spectrum (effective rank, stable rank, energy) live in `headwise.linalg.ranks`.  An operator
     that knows ||P||_F by other means adds it with `dataclasses.replace(spectrum, frobenius=...)`.
@@ -35,9 +37,13 @@ class Spectrum:
         return self.values.shape[-1] == self.count
 
 
-def rounding(dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """4 eps ||P||: what arithmetic in `dtype` alone may shift a singular value by (8e-3, 3e-2 relative for halves)."""
-    return 4 * torch.finfo(dtype).eps * scale
+def rounding(dtype: torch.dtype, shape: Sequence[int], scale: Tensor) -> Tensor:
+    """(4 eps + sqrt(max(m, n)) eps') ||P||: what arithmetic in `dtype` alone may shift a singular value by.
+
+    eps' is that of the accumulator, float32 for the halves: right to 4e-3 (float16) or 3e-2 (bfloat16) of ||P||.
+    """
+    accumulator = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    return (4 * torch.finfo(dtype).eps + math.sqrt(max(shape[-2:])) * accumulator) * scale
 
 
 @torch.no_grad()
@@ -50,6 +56,6 @@ def dense_spectrum(p: Tensor) -> Spectrum:  # (*batch, m, n)
     no_empty_axis("dense_spectrum", p=p)
     all_finite("dense_spectrum", p=p)
     values = torch.linalg.svdvals(p.double())
-    errors = rounding(p.dtype, values[..., :1]).expand_as(values)
+    errors = rounding(p.dtype, p.shape, values[..., :1]).expand_as(values)
     frobenius = torch.linalg.vector_norm(values, dim=-1)
     return Spectrum(values, errors, errors, exact=True, count=values.shape[-1], frobenius=frobenius)
