@@ -1,0 +1,67 @@
+"""What the sparse and linear-cost operators are asked beyond the contract: causality, padding, no n x n tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headwise.operators.base import AttentionOperator
+
+Builder = Callable[..., AttentionOperator]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_no_look_ahead(build: Builder, n: int, width: int = 4) -> None:
+    """The output at every position i has no gradient in any q, k or v of a later position; build(q, k) is causal."""
+    x = draw(3, n, width).requires_grad_()
+    out = build(x[0], x[1])(x[2])
+    for i in range(n):
+        (gradient,) = torch.autograd.grad(out[i].sum() + (out[i] ** 2).sum(), x, retain_graph=True)
+        assert gradient[:, i + 1 :].abs().max() == 0 if i + 1 < n else True, f"row {i} depends on a later position"
+        assert gradient[2, : i + 1].abs().max() > 0, f"row {i} depends on nothing"
+
+
+def assert_padding_is_absence(build: Builder, n: int, real: int, width: int = 4, *, tolerance: float = 1e-12) -> None:
+    """Real rows of a padded sequence equal those of the short one, whatever the padding holds, gradients too."""
+    q, k, v = draw(3, 2, n, width).unbind(0)
+    garbage = (torch.arange(n) >= real).unsqueeze(-1) * 1e3
+    padding = (torch.arange(n) < real).expand(2, n)
+    long = [(x + garbage).requires_grad_() for x in (q, k, v)]
+    short = [x[:, :real].clone().requires_grad_() for x in (q, k, v)]
+    a = build(long[0], long[1], padding=padding)(long[2])[:, :real]
+    b = build(short[0], short[1])(short[2])
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+    pull = draw(*b.shape, seed=1)
+    for x, y in zip(torch.autograd.grad(a, long, pull), torch.autograd.grad(b, short, pull), strict=True):
+        torch.testing.assert_close(x[:, :real], y, rtol=0, atol=tolerance)
+        assert x[:, real:].abs().max() == 0
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor made while active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor) and x._base is None:  # a view takes no memory
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+def assert_no_square(build: Builder, n: int = 2048, width: int = 4, *, limit: float = 0.2) -> None:
+    """Forward and backward form nothing near n x n."""
+    q, k, v = (x.float().requires_grad_() for x in draw(3, 1, 1, n, width).unbind(0))
+    with Largest() as largest:
+        build(q, k)(v).sum().backward()
+    assert largest.elements < limit * n * n, f"{largest.elements} elements at n = {n}"
