@@ -1,0 +1,157 @@
+"""N(Z) = sum_b X_b^T (W_b * (X_b Z Y_b^T)) Y_b: the least-squares problem of the scores, seen through its normal map.
+
+For all sequences b, X_b the tokens that ask, Y_b those that are asked, W_b which scores count: masked scores have
+neither gradient nor target and stay outside the sum.  With `centred` each row of scores is taken less its mean over
+the keys it sees, because softmax does not notice a constant per row.
+
+    f(Z) = sum_b || W_b * (B_b - X_b Z Y_b^T) ||^2 = <Z, N(Z)> - 2 <Z, T> + const,   T = sum_b X_b^T (W_b * B_b) Y_b
+
+so N and T are all a solver needs.  Sequences that no longer fit are kept as `Atom`s, sums of Gram matrices: N(Z) is
+then approximated by sum_a w_a A_a Z C_a.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 20
+"""Scores alive at once inside N; rows are taken in blocks so that no m x n tensor is formed for long sequences."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """One sequence: queries (m, d_q), keys (n, d_k); row i sees column j where `keep` and j <= i + `ahead` allow it.
+
+    `places` are the positions of the kept query rows in the original sequence, which causality is about.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    keep: Tensor | None = None  # boolean (1 or m, n)
+    ahead: int | None = None
+    places: Tensor | None = None  # (m,), default 0 … m - 1
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.queries, self.keys, self.keep) if x is not None)
+
+    def allowed(self, start: int, stop: int) -> Tensor | None:
+        """Boolean (1 or stop - start, n), or None where every row sees every key."""
+        keep = self.keep
+        if keep is not None and keep.shape[0] > 1:
+            keep = keep[start:stop]
+        if self.ahead is None:
+            return keep
+        device = self.keys.device
+        places = torch.arange(len(self.queries), device=device) if self.places is None else self.places
+        seen = torch.arange(len(self.keys), device=device) <= places[start:stop, None] + self.ahead
+        return seen if keep is None else seen & keep
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Query rows in blocks of at most CHUNK scores, each with what it may see."""
+        step = max(1, CHUNK // max(1, len(self.keys)))
+        for start in range(0, len(self.queries), step):
+            stop = min(start + step, len(self.queries))
+            yield self.queries[start:stop].double(), self.allowed(start, stop)
+
+    @property
+    def product(self) -> bool:
+        """Whether every row sees the same keys, so that the Gram matrices of both sides say everything."""
+        return self.ahead is None and (self.keep is None or self.keep.shape[0] == 1)
+
+    def grams(self, *, centred: bool) -> tuple[Tensor, Tensor]:
+        """A = sum_i x_i x_i^T (d_q, d_q) and C = mean over rows i of sum_j y_j y_j^T (d_k, d_k), j what i may see."""
+        y, x = self.keys.double(), self.queries.double()
+        if self.product:
+            y = y if self.keep is None else y[self.keep[0]]
+            y = y - y.mean(0) if centred else y
+            return x.mT @ x, y.mT @ y
+        counts, c = torch.zeros_like(y[:, 0]), torch.zeros(y.shape[1], y.shape[1], dtype=y.dtype, device=y.device)
+        for _, allowed in self.blocks():
+            assert allowed is not None
+            w = allowed.to(y)
+            counts += w.sum(0) * (1 if w.shape[0] > 1 or len(x) == 1 else len(x))
+            if centred:
+                sums, seen = w @ y, w.sum(1, keepdim=True).clamp(min=1)
+                c -= sums.mT @ (sums / seen)
+        return x.mT @ x, ((y * counts[:, None]).mT @ y + c) / max(1, len(x))
+
+    def normal(self, z: Tensor, *, centred: bool) -> Tensor:
+        """X^T (W * (X Z Y^T)) Y, exactly, in blocks of rows."""
+        y = self.keys.double()
+        out = torch.zeros_like(z)
+        for x, allowed in self.blocks():
+            scores = (x @ z) @ y.mT
+            out += x.mT @ (_kept(scores, allowed, centred) @ y)
+        return out
+
+
+def _kept(scores: Tensor, allowed: Tensor | None, centred: bool) -> Tensor:
+    """Silenced scores set to zero, and the rest of each row less its mean if `centred`."""
+    if allowed is None:
+        return scores - scores.mean(-1, keepdim=True) if centred else scores
+    scores = scores.masked_fill(~allowed, 0)
+    if not centred:
+        return scores
+    mean = scores.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1)
+    return (scores - mean).masked_fill(~allowed, 0)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Atom:
+    """`count` sequences of alike Gram matrices, remembered by their mean: they contribute count * A Z C."""
+
+    count: int
+    a: Tensor
+    c: Tensor
+
+    def with_one_more(self, other: Atom) -> Atom:
+        total = self.count + other.count
+        share = other.count / total
+        return Atom(total, torch.lerp(self.a, other.a, share), torch.lerp(self.c, other.c, share))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class NormalMap:
+    """N over exact sequences and atoms; symmetric and positive semi-definite in Z."""
+
+    sequences: Sequence[Tokens]
+    atoms: Sequence[Atom] = ()
+    centred: bool = True
+    _grams: list[tuple[Tensor, Tensor] | Tokens] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # where a sequence is no longer than it is wide its tokens are the cheaper form; else its Gram matrices are
+        for s in self.sequences:
+            self._grams.append(s.grams(centred=self.centred) if s.product else s)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        z = z.double()
+        out = torch.zeros_like(z)
+        for part in self._grams:
+            out += part.normal(z, centred=self.centred) if isinstance(part, Tokens) else part[0] @ z @ part[1]
+        for atom in self.atoms:
+            out += atom.count * (atom.a.double() @ z @ atom.c.double())
+        return out
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Mean A and mean C over all sequences: the two sides of the preconditioner."""
+        a = c = None
+        parts = [p.grams(centred=self.centred) if isinstance(p, Tokens) else p for p in self._grams]
+        for n, left, right in [(1, *p) for p in parts] + [(x.count, x.a.double(), x.c.double()) for x in self.atoms]:
+            a, c = (n * left, n * right) if a is None or c is None else (a + n * left, c + n * right)
+        assert a is not None, "a normal map has at least one sequence"
+        assert c is not None
+        return a / self.count, c / self.count
+
+    @property
+    def count(self) -> int:
+        return len(self.sequences) + sum(atom.count for atom in self.atoms)
