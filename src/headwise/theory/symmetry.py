@@ -1,0 +1,269 @@
+"""Is A(g x) = g A(x)?  Measured, with the rounding floor beside it, and never asserted.
+
+Self-attention is permutation EQUIVARIANT, A(Px) = P A(x); attention with learned queries is permutation INVARIANT,
+A(Px) = A(x).  A 1x1 convolution is equivariant; a wider one is not, but commutes with translations away from the
+border.  Positional encodings break the symmetry.  `check_equivariance` finds all of this out by running the module.
+
+The floor.  An identity that holds in exact arithmetic fails in floating point by C * eps with much the same C in every
+precision; a broken one fails by the same amount in every precision.  So the module runs in the dtype given and in
+float64 (`headwise.theory.rounding`): C is the largest difference between the two runs over eps, and in float64 an error
+counts as real when it is above SAFETY * C * eps.  The two cases are nine orders of magnitude apart.  Where parts of the
+module stay in a coarser dtype (a norm that casts to float32), that dtype's eps is used.
+
+The border.  Zero padding breaks translation symmetry near edges only: near the frame's edge, and near the seam, the old
+edge which a roll has carried inside.  Depth 0 is a place on an edge or seam of the axes that g moves.  The verdict is
+BORDER ONLY when the depths at which errors are real are exactly 0 ... w-1, and some g moves places of depth >= w, which
+then are clean.  So w, the border's width, is measured (a 5x5 kernel gives 2), a grid too small to have an interior is
+not given the benefit of the doubt, a defect amid clean places does not pass as a border, and the middle row of a flip,
+which stays where it is, is no evidence.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import InputError, NonFiniteError, ShapeError
+from headwise.theory.groups import Element, Group
+from headwise.theory.rounding import Call, module_name, run_in_two_precisions
+from headwise.theory.symmetry_report import ElementReport, Error, Regions, Symmetry, SymmetryReport
+
+Axes = Literal["tokens", "grid"] | Sequence[int]
+
+
+def check_equivariance(
+    module: Callable[..., Any],
+    group: Group,
+    x: Tensor,
+    *,
+    axes: Axes = "tokens",
+    out_axes: Axes | None = None,
+    call: Call | None = None,
+    tolerance: float = 1e-2,
+) -> SymmetryReport:
+    """How far A(g x) is from g A(x), for the elements g of `group`.
+
+    `axes`       where the group acts: "tokens", (*batch, n, d) or integer ids (*batch, n); "grid", (b, c, *grid); or a
+                 tuple of axes.  `out_axes` says so for the output where it differs
+    `call`       how to run the module on x, by default module(x)
+    `tolerance`  relative error up to which a broken symmetry is called APPROXIMATE
+
+    The module is copied and never changed; x should be generic (random), since a constant x has every symmetry.
+
+    >>> from headwise.theory import permutations
+    >>> pointwise, wide, x = nn.Conv1d(3, 3, 1).eval(), nn.Conv1d(3, 3, 3, padding=1).eval(), torch.randn(2, 3, 10)
+    >>> check_equivariance(pointwise, permutations(), x, axes="grid").holds
+    True
+    >>> check_equivariance(wide, permutations(), x, axes="grid").verdict
+    <Symmetry.BROKEN: 'BROKEN'>
+    """
+    _warn_if_training(module)
+    return _check("equivariance", module, group, x, axes, axes if out_axes is None else out_axes, call, tolerance)
+
+
+def check_invariance(
+    module: Callable[..., Any],
+    group: Group,
+    x: Tensor,
+    *,
+    axes: Axes = "tokens",
+    call: Call | None = None,
+    tolerance: float = 1e-2,
+) -> SymmetryReport:
+    """How far A(g x) is from A(x); the arguments are those of `check_equivariance`.
+
+    >>> from headwise.theory import flips
+    >>> check_invariance(lambda x: x.mean(-2), flips(), torch.randn(2, 10, 3)).holds
+    True
+    """
+    _warn_if_training(module)
+    return _check("invariance", module, group, x, axes, None, call, tolerance)
+
+
+def _warn_if_training(module: object) -> None:
+    if _in_training(module):
+        warnings.warn(
+            f"{module_name(module)} is in training mode: dropout and batch statistics break what holds after .eval()",
+            stacklevel=3,
+        )
+
+
+def _check(
+    relation: str,
+    module: Callable[..., Any],
+    group: Group,
+    x: Tensor,
+    axes: Axes,
+    out_axes: Axes | None,
+    call: Call | None,
+    tolerance: float,
+) -> SymmetryReport:
+    x, notes = x.detach(), []
+    in_axes = _resolve("x", axes, x, ids=not x.dtype.is_floating_point)
+    elements = group.elements([x.shape[a] for a in in_axes])
+    if torch.Size(x.shape[a] for a in in_axes).numel() < 2 or x.numel() == 0:
+        raise ShapeError(f"{group.name}: x has shape {tuple(x.shape)}; there is nothing to move along axes {in_axes}")
+    if x.dtype.is_floating_point and not bool(x.isfinite().all()):
+        raise NonFiniteError(f"check_{relation}: x has {int((~x.isfinite()).sum())} non-finite of {x.numel()} entries")
+    inputs = [x, *(element.act(x, in_axes) for element in elements)]
+    unmoved = [e.name for e, gx in zip(elements, inputs[1:], strict=True) if torch.equal(gx, x)]
+    if unmoved:
+        notes.append(f"x is unchanged by {', '.join(unmoved)}, which then show nothing; use a generic x")
+    if training := _in_training(module):
+        notes.append("the module is in training mode; the verdict is about the training-mode function")
+
+    runs = run_in_two_precisions(module, call, inputs)
+    notes.extend(runs.notes)
+    compare = _comparison(elements, x, axes, out_axes)
+    errors, errors64 = compare(runs.given), compare(runs.float64)
+    limit = runs.threshold * runs.scale
+    real = any(bool((error.size > limit).any()) for error in errors64)
+    width = _border_width(errors64, limit)
+    reports = tuple(
+        ElementReport(element.name, e.regions(width), e64.regions(width))
+        for element, e, e64 in zip(elements, errors, errors64, strict=True)
+    )
+    if not real:
+        same = all(report.maximal_as_given == 0 for report in reports)
+        verdict = Symmetry.EXACT if same else Symmetry.ROUNDING
+    elif width is not None:
+        verdict = Symmetry.BORDER_ONLY
+    else:
+        worst = max(report.relative for report in reports)
+        verdict = Symmetry.APPROXIMATE if worst <= tolerance else Symmetry.BROKEN
+    return SymmetryReport(
+        relation=relation,
+        module=module_name(module),
+        group=group.name,
+        dtype=str(runs.given[0].dtype).removeprefix("torch."),
+        verdict=verdict,
+        elements=reports,
+        scale=runs.scale,
+        floor=runs.floor,
+        threshold=runs.threshold,
+        border_width=width if real else 0,
+        tolerance=tolerance,
+        training=training,
+        deterministic=runs.deterministic,
+        moved=not unmoved,
+        notes=tuple(notes),
+    )
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Errors:
+    """|A(g x) - g A(x)| and g A(x) as (rest, positions), with the depth of every position."""
+
+    gap: Tensor
+    reference: Tensor
+    depth: Tensor | None
+    moved: Tensor | None  # False at places that g leaves where they are, such as the middle of a flip
+
+    @property
+    def size(self) -> Tensor:
+        """The largest gap at each position."""
+        return self.gap.amax(0)
+
+    def regions(self, width: int | None) -> Regions:
+        """`width` of the border; where none was measured, a quarter of the depth, just to have the two apart."""
+        if self.depth is None:
+            return {"whole": self._error(slice(None)), "interior": self._error(slice(None)), "border": None}
+        width = width or max(1, (int(self.depth.max()) + 1) // 4)
+        inside = self.depth >= width
+        return {
+            "whole": self._error(slice(None)),
+            "interior": self._error(inside) if bool(inside.any()) else None,
+            "border": self._error(~inside) if not bool(inside.all()) else None,
+        }
+
+    def _error(self, where: Tensor | slice) -> Error:
+        gap, norm = self.gap[:, where], self.reference[:, where].norm().item()
+        size = gap.norm().item()
+        return Error(size / norm if norm else (0.0 if size == 0 else float("inf")), gap.amax().item())
+
+
+def _comparison(
+    elements: list[Element], x: Tensor, axes: Axes, out_axes: Axes | None
+) -> Callable[[list[Tensor]], list[_Errors]]:
+    """How to compare A(x), A(g1 x), A(g2 x), ... element by element."""
+
+    def invariant(outputs: list[Tensor]) -> list[_Errors]:
+        y, *moved = (z.double() for z in outputs)
+        return [
+            _Errors(_gap(e, z, y).reshape(-1, 1), y.reshape(-1, 1), None, None)
+            for e, z in zip(elements, moved, strict=True)
+        ]
+
+    def equivariant(outputs: list[Tensor]) -> list[_Errors]:
+        y, *moved = (z.double() for z in outputs)
+        assert out_axes is not None
+        expected = x.dim() + (0 if x.dtype.is_floating_point else 1)
+        if isinstance(out_axes, str) and out_axes == axes and y.dim() != expected:
+            raise ShapeError(
+                f"check_equivariance: x has shape {tuple(x.shape)} and the output {tuple(y.shape)}, on which the group "
+                "does not act; give out_axes, or use check_invariance"
+            )
+        where = _resolve("the output", out_axes, y)
+        return [_at_positions(element, z, y, where) for element, z in zip(elements, moved, strict=True)]
+
+    return invariant if out_axes is None else equivariant
+
+
+def _at_positions(element: Element, a: Tensor, y: Tensor, where: tuple[int, ...]) -> _Errors:
+    b = element.act_out(y, where)
+    grid = [b.shape[axis] for axis in where]
+
+    def flat(z: Tensor) -> Tensor:
+        return z.movedim(where, tuple(range(-len(where), 0))).reshape(-1, math.prod(grid))
+
+    gap = flat(_gap(element, a, b))
+    if element.depth is None:
+        return _Errors(gap, flat(b), None, None)
+    places = torch.arange(math.prod(grid), device=y.device)
+    origin = element.act_out(places.reshape([y.shape[axis] for axis in where]), range(len(where))).flatten()
+    # a turned grid that is not square has other sides, and numbers do not tell places apart
+    moved = origin != places if all(y.shape[axis] == b.shape[axis] for axis in where) else places >= 0
+    return _Errors(gap, flat(b), element.depth(grid).flatten().to(y.device), moved)
+
+
+def _gap(element: Element, a: Tensor, b: Tensor) -> Tensor:
+    if a.shape != b.shape:
+        raise ShapeError(f"{element.name}: A(g x) has shape {tuple(a.shape)}, but g A(x) has {tuple(b.shape)}")
+    return (a - b).abs()
+
+
+def _border_width(errors: list[_Errors], limit: float) -> int | None:
+    """w if the real errors lie at depths 0 ... w-1, at each of them, and some moved place is deeper; else None."""
+    depths, deepest = set(), -1
+    for error in errors:
+        if error.depth is None or error.moved is None:
+            return None
+        depths |= set(error.depth[error.size > limit].tolist())
+        deepest = max([deepest, *error.depth[error.moved].tolist()])
+    return len(depths) if depths == set(range(len(depths))) and len(depths) <= deepest else None
+
+
+def _resolve(what: str, axes: Axes, x: Tensor, *, ids: bool = False) -> tuple[int, ...]:
+    """The axes as non-negative numbers, in order."""
+    if axes == "tokens":
+        wanted: Sequence[int] = (-1,) if ids else (-2,)
+    elif axes == "grid":
+        wanted = range(2, x.dim())
+    elif isinstance(axes, str):
+        raise InputError(f"axes must be 'tokens', 'grid' or a tuple of integers, but is {axes!r}")
+    else:
+        wanted = axes
+    if not wanted or any(not -x.dim() <= a < x.dim() for a in wanted):
+        raise ShapeError(f"{what} has shape {tuple(x.shape)}, which has no axes {axes!r} to act on")
+    return tuple(sorted({a % x.dim() for a in wanted}))
+
+
+def _in_training(module: object) -> bool:
+    return isinstance(module, nn.Module) and any(part.training for part in module.modules())
