@@ -1,0 +1,287 @@
+"""Run a model once over a batch and measure every head, every layer, of every sequence in it.
+
+Nothing of size m x n is kept: each attention call is measured while it happens, and so is the residual stream between
+the blocks of the model.  A block is the module of a list (`nn.ModuleList`, `nn.Sequential`) that holds a call's module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.examine.intercept import Call, intercept, nothing_seen
+from headwise.examine.measures import CHUNK, Streamed, stream
+from headwise.examine.spectra import Spectral, spectra
+from headwise.linalg.norms import composite_norm
+from headwise.operators.scores import Scores
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where the model attends: a row of the map of heads."""
+
+    name: str
+    kind: str  # self or cross
+    causal: bool
+    heads: int
+    groups: int  # key/value heads; fewer than heads means grouped queries
+    key_width: int
+    value_width: int
+    block: str | None  # the block of the model it belongs to
+
+
+@dataclass(eq=False)
+class Measurement:
+    """What one sequence showed.  Numbers are (heads of all sites in order,); layers (blocks + 1,)."""
+
+    sites: list[Site]
+    lengths: list[tuple[int, int]]  # (m, n) of every site
+    numbers: dict[str, Tensor]
+    profile: Tensor
+    redundancy: Tensor  # cosine between heads' sampled rows; NaN where lengths differ
+    layers: dict[str, Tensor]
+    blocks: list[str]
+    spectral: dict[str, Tensor] = field(default_factory=dict)
+    leading: Tensor | None = None
+    spectra_exact: bool = True
+
+
+@dataclass(eq=False)
+class _Head:
+    """One call of one sequence, waiting for the rest of the forward pass."""
+
+    call: Call
+    streamed: Streamed
+    spectral: Spectral | None
+    contribution: Tensor | None = None
+
+
+def observe(
+    model: nn.Module,
+    batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor,
+    *,
+    with_spectra: bool = True,
+    entries: int = CHUNK,
+    generator: torch.Generator | None = None,
+) -> list[Measurement]:
+    """One forward pass, one Measurement for each sequence in the batch."""
+    seen: dict[int, list[_Head]] = {}
+    pending: list[_Head] = []
+
+    def see(call: Call) -> None:
+        pending.clear()
+        for b in range(call.scores.shape[0]):
+            scores, v = sequence(call, b)
+            streamed = stream(scores, v, entries=entries)
+            spectral = spectra(scores, streamed.output, generator=generator) if with_spectra else None
+            head = _Head(call, streamed, spectral)
+            seen.setdefault(b, []).append(head)
+            pending.append(head)
+        _own_projection(call, pending)
+
+    blocks = _blocks(model)
+    states: dict[str, Tensor] = {}
+    with torch.no_grad(), _hidden_states(blocks, states), _projections(model, pending), intercept(model, see):
+        run_model(model, batch)
+    if not seen:
+        raise nothing_seen(model)
+    return [_measurement(b, heads, blocks, states) for b, heads in sorted(seen.items())]
+
+
+def run_model(model: nn.Module, batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor) -> Any:
+    """model(**batch), model(*batch) or model(batch)."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch) if isinstance(batch, Tensor) else model(*batch)
+
+
+def sequence(call: Call, b: int) -> tuple[Scores, Tensor]:
+    """Sequence b of the call without its padding: keys that no query may see, and those queries in self-attention."""
+    s, m, n = call.scores, call.scores.shape[-2], call.scores.shape[-1]
+    q, k, v = s.q[b], s.k[b], call.v[b]
+    keep, bias = _of(s.keep, b), _of(s.bias, b)
+    if keep is not None:
+        real = keep.any(dim=-2).any(dim=0)
+        if not bool(real.all()):
+            rows = real if call.kind == "self" and m == n else torch.ones(m, dtype=torch.bool)
+            q, k, v = q[:, rows], k[:, real], v[:, real]
+            keep, bias = _cut(keep, rows, real), _cut(bias, rows, real)
+            keep = None if keep is None or bool(keep.all()) else keep
+    return Scores(q, k, s.scale, s.ahead, keep, bias), v
+
+
+def _of(x: Tensor | None, b: int) -> Tensor | None:
+    return None if x is None else x[b if x.shape[0] > 1 else 0]
+
+
+def _cut(x: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
+    if x is None:
+        return None
+    x = x[..., columns] if x.shape[-1] > 1 else x
+    return x[:, rows] if x.shape[-2] > 1 else x
+
+
+# ---- the head's share of the residual stream: ||P V W_O|| with W_O the next matrix of fitting width ----
+
+
+def _own_projection(call: Call, pending: list[_Head]) -> None:
+    if isinstance(call.module, nn.MultiheadAttention):
+        _contribute(pending, call.module.out_proj.weight.mT)
+        pending.clear()
+
+
+@contextlib.contextmanager
+def _projections(model: nn.Module, pending: list[_Head]) -> Iterator[None]:
+    def before(module: nn.Module, args: tuple) -> None:
+        if not pending or not args or not isinstance(args[0], Tensor):
+            return
+        weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.mT  # (in, out)
+        h, d = pending[0].streamed.output_gram.shape[:2]
+        if args[0].shape[-1] == h * d == weight.shape[0]:
+            _contribute(pending, weight)
+            pending.clear()
+
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    handles = [module.register_forward_pre_hook(before) for module in linear]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _contribute(pending: list[_Head], weight: Tensor) -> None:
+    """||O_h W_h||_F^2 = <O_h^T O_h, W_h W_h^T>: two d x d matrices instead of one as long as the text."""
+    for head in pending:
+        h, d = head.streamed.output_gram.shape[:2]
+        w = weight.detach().float().reshape(h, d, -1)
+        head.contribution = (head.streamed.output_gram * (w @ w.mT)).sum((-2, -1)).clamp(min=0).sqrt().double()
+
+
+# ---- the residual stream ----
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Members of module lists, longest lists' members first found; nested lists count by their outer member."""
+    names: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 0:
+            inside = any(name.startswith(block + ".") for block in names)
+            attends = any(
+                "attention" in type(m).__name__.lower() or "attn" in n.lower() for n, m in module.named_modules()
+            )
+            if attends and not inside:
+                names.update({f"{name}.{i}" if name else i: child for i, child in module.named_children()})
+    return names
+
+
+@contextlib.contextmanager
+def _hidden_states(blocks: dict[str, nn.Module], states: dict[str, Tensor]) -> Iterator[None]:
+    def first(output: Any) -> Tensor | None:
+        if isinstance(output, (tuple, list)) and output:
+            output = output[0]
+        return output.detach() if isinstance(output, Tensor) and output.dim() == 3 else None
+
+    def hook(name: str) -> Callable:
+        def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            before = first(args) if args else first(kwargs.get("hidden_states"))
+            if before is not None:
+                states.setdefault(f"{_family(name)} in", before)
+            state = first(output)
+            if state is not None:
+                states[name] = state
+
+        return after
+
+    handles = [module.register_forward_hook(hook(name), with_kwargs=True) for name, module in blocks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _family(block: str) -> str:
+    """encoder.layer.3 -> encoder.layer: the list a block belongs to."""
+    return re.sub(r"\.?\d+$", "", block)
+
+
+def relative_residual(x: Tensor) -> Tensor:
+    """||res X|| / ||X|| in the composite norm, res X = X less its row mean: 0 when all tokens are equal."""
+    x = x.double()
+    return composite_norm(x - x.mean(-2, keepdim=True)) / composite_norm(x).clamp(min=1e-300)
+
+
+def mean_cosine(x: Tensor) -> Tensor:
+    """Mean cosine between two different tokens = (||sum of unit rows||^2 - n) / (n (n - 1))."""
+    unit = torch.nn.functional.normalize(x.double(), dim=-1)
+    n = x.shape[-2]
+    return (unit.sum(-2).square().sum(-1) - n) / max(1, n * (n - 1))
+
+
+# ---- putting one sequence together ----
+
+
+def _measurement(b: int, heads: list[_Head], blocks: dict[str, nn.Module], states: dict[str, Tensor]) -> Measurement:
+    sites = [_site(head.call, blocks) for head in heads]
+    names = set.intersection(*(set(head.streamed.numbers) for head in heads))
+    numbers = {name: torch.cat([head.streamed.numbers[name] for head in heads]) for name in sorted(names)}
+    nothing = [
+        head.streamed.numbers["entropy"].new_full((site.heads,), torch.nan)
+        for head, site in zip(heads, sites, strict=True)
+    ]
+    numbers["contribution"] = torch.cat(
+        [blank if head.contribution is None else head.contribution for head, blank in zip(heads, nothing, strict=True)]
+    )
+    measurement = Measurement(
+        sites,
+        [(head.streamed.output.shape[-2], head.streamed.received.shape[-1]) for head in heads],
+        numbers,
+        torch.cat([head.streamed.profile for head in heads]),
+        _redundancy([head.streamed.sample for head in heads]),
+        _layers(b, states, measured_blocks := list(states)),
+        measured_blocks,
+    )
+    spectral = [head.spectral for head in heads if head.spectral is not None]
+    if spectral:
+        measurement.spectral = {name: torch.cat([s.numbers[name] for s in spectral]) for name in spectral[0].numbers}
+        width = max(s.leading.shape[-1] for s in spectral)
+        measurement.leading = torch.cat(
+            [torch.nn.functional.pad(s.leading, (0, width - s.leading.shape[-1])) for s in spectral]
+        )
+        measurement.spectra_exact = all(s.exact for s in spectral)
+    return measurement
+
+
+def _site(call: Call, blocks: dict[str, nn.Module]) -> Site:
+    s = call.scores
+    owner = next((block for block in blocks if call.name == block or call.name.startswith(block + ".")), None)
+    return Site(call.name, call.kind, call.causal, s.shape[-3], call.groups, s.q.shape[-1], call.v.shape[-1], owner)
+
+
+def _layers(b: int, states: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    rows = [states[name][b if states[name].shape[0] > b else 0] for name in names]
+    return {
+        "relative_residual": torch.stack([relative_residual(x) for x in rows]) if rows else torch.zeros(0),
+        "mean_cosine": torch.stack([mean_cosine(x) for x in rows]) if rows else torch.zeros(0),
+        "norm": torch.stack([x.double().square().sum(-1).mean().sqrt() for x in rows]) if rows else torch.zeros(0),
+    }
+
+
+def _redundancy(samples: list[Tensor]) -> Tensor:
+    """Cosine between sampled rows of P, for every pair of heads that see sequences of the same lengths."""
+    total = sum(len(x) for x in samples)
+    cosine = torch.full((total, total), torch.nan)
+    starts = torch.tensor([0, *(len(x) for x in samples)]).cumsum(0).tolist()
+    for shape in {x.shape[1:] for x in samples}:
+        group = [i for i, x in enumerate(samples) if x.shape[1:] == shape]
+        index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in group])
+        unit = torch.nn.functional.normalize(torch.cat([samples[i].flatten(1) for i in group]), dim=-1)
+        cosine[index[:, None], index] = unit @ unit.mT
+    return cosine
