@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ def test_a_learned_builder_keeps_its_state() -> None:
             return Honest(p * self.weight.detach().to(p.dtype))
 
     class Forgetful(Learned):
-        def load_state_dict(self, state_dict, *_, **__):
+        def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
             return None
 
     assert_operator(Learned(), INPUTS)

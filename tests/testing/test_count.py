@@ -23,6 +23,8 @@ PRODUCTS: list[tuple[str, Callable[[], object], int]] = [
     ("dot", lambda: torch.dot(torch.ones(9), torch.ones(9)), 9),
     ("addmm", lambda: torch.addmm(torch.ones(7), torch.ones(5, 4), torch.ones(4, 7)), 5 * 4 * 7),
     ("baddbmm", lambda: torch.baddbmm(torch.ones(3, 5, 7), A[0], B[0]), 3 * 5 * 4 * 7),
+    ("addmm in place", lambda: torch.zeros(5, 7).addmm_(torch.ones(5, 4), torch.ones(4, 7)), 5 * 4 * 7),
+    ("baddbmm in place", lambda: torch.zeros(3, 5, 7).baddbmm_(A[0], B[0]), 3 * 5 * 4 * 7),
     ("linear", lambda: F.linear(A, torch.ones(7, 4), torch.ones(7)), 6 * 5 * 4 * 7),
     ("einsum", lambda: torch.einsum("bhmk,bhnk->bhmn", Q, K), 6 * 5 * 7 * 4),
     ("einsum of three", lambda: torch.einsum("mk,nk,nd->md", Q[0, 0], K[0, 0], V[0, 0]), 35 * 4 + 35 * 4),

@@ -76,8 +76,8 @@ class AttentionOperator(ABC):
             raise ShapeError(f"{name}: v must be (*batch, n, d), but has shape {tuple(v.shape)}; add a column axis")
         same_axis(name, "n", operator=self.shape[-1], v=v.shape[-2])
         broadcast_batch(name, operator=self.shape[:-2], v=v.shape[:-2])
-        if like.numel():  # an operator without tensors acts on any dtype and device
-            same_kind(name, operator=like, v=v)
+        # an operator without tensors acts on any floating dtype and device
+        same_kind(name, **({"operator": like} if like.numel() else {}), v=v)
         return self.apply(v)
 
     def __matmul__(self, v: Tensor) -> Tensor:
