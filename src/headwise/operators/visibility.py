@@ -96,9 +96,7 @@ def visibility(
     if padding is not None:
         same_axis(owner, "n", keys=n, padding=padding.shape[-1] if padding.dim() else 0)
         if batch is not None:
-            missing = len(batch) - (padding.dim() - 1)
-            if padding.dim() > 1 and missing > 0:
-                padding = padding.reshape(*padding.shape[:-1], *(1,) * missing, n)
+            padding = share_between_heads(padding, batch)
             broadcasts_to(owner, "padding", padding, (*batch, n))
     if mask is not None:
         if mask.dim() < 2 or mask.shape[-2] not in (1, m) or mask.shape[-1] not in (1, n):
@@ -107,3 +105,11 @@ def visibility(
         if batch is not None:
             broadcasts_to(owner, "mask", mask, (*batch, m, n))
     return Visibility(m, n, causal, padding, mask)
+
+
+def share_between_heads(padding: Tensor, batch: Sequence[int]) -> Tensor:
+    """Axes of size one put before the last: (b, n) against a batch (b, h) is (b, 1, n); (n,) stays as it is."""
+    missing = len(batch) - (padding.dim() - 1)
+    if padding.dim() < 2 or missing <= 0:
+        return padding
+    return padding.reshape(*padding.shape[:-1], *(1,) * missing, padding.shape[-1])
