@@ -33,6 +33,6 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("default")
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:  # noqa: ARG001
+def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(0)
     random.seed(0)

@@ -11,6 +11,8 @@ import doctest
 import io
 import re
 import shlex
+import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,14 +46,19 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run_page(page: Path) -> None:
-    names: dict[str, object] = {"__name__": "__snippets__"}
-    for block in blocks(page):
-        if block.kind == "console":
-            _run_console(page, block)
-        elif ">>>" in block.code:
-            _run_doctest(page, block, names)
-        else:
-            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
+    module = types.ModuleType("snippets")
+    sys.modules["snippets"] = module  # dataclasses look their module up
+    try:
+        for block in blocks(page):
+            if block.kind == "console":
+                _run_console(page, block)
+            elif ">>>" in block.code:
+                _run_doctest(page, block, vars(module))
+            else:
+                code = compile("\n" * (block.line - 1) + block.code, str(page), "exec", dont_inherit=True)
+                exec(code, vars(module))
+    finally:
+        del sys.modules["snippets"]
 
 
 def _run_doctest(page: Path, block: Block, names: dict[str, object]) -> None:

@@ -108,7 +108,10 @@ def test_the_changelog_knows_the_version() -> None:
 
 def test_every_direct_dependency_is_pinned_for_development() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
     names = {re.split(r"[\[<>=]", line)[0].lower().replace("_", "-") for line in wanted} - {"headwise"}
     pins = {
         line.split("==")[0].lower().replace("_", "-")

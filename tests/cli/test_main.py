@@ -94,7 +94,8 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         assert process.stdout.readline() == "0\n"
         process.stdout.close()
         assert process.stderr.read() == ""
