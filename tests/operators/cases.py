@@ -5,8 +5,10 @@ A new operator needs one line here; `test_contract` fails for a final operator w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from headwise.operators.dot_product import dot_product, scaled
 from headwise.operators.shift import shift
 from headwise.operators.similarity import embedded_gaussian, gaussian
 from headwise.operators.softmax import softmax
+from headwise.operators.toeplitz import toeplitz
+from headwise.operators.toeplitz_softmax import toeplitz_softmax
 from headwise.operators.uniform import uniform
 from headwise.testing import Case, references
 
@@ -157,6 +161,24 @@ SHIFT = [
 ]
 
 
+_toeplitz = partial(same, build=toeplitz, twin=references.toeplitz)
+_relative = partial(same, build=toeplitz_softmax, twin=references.toeplitz_softmax)
+WINDOW = torch.where(torch.arange(11).sub(6).abs() <= 1, torch.linspace(-1, 1, 11, dtype=torch.float64), -torch.inf)
+TOEPLITZ = [
+    _toeplitz("toeplitz", inputs={"weights": (11,)}, m=6, n=6),
+    _toeplitz("toeplitz, more keys", inputs={"weights": (2, 3, 11)}, m=5, n=7),
+    _toeplitz("toeplitz, fewer keys", inputs={"weights": (2, 11)}, m=7, n=5),
+    _toeplitz("toeplitz, symmetric", inputs={"weights": torch.arange(-5, 6).abs().double()}, m=6, n=6),
+    _toeplitz("toeplitz, stochastic", inputs={"weights": torch.full((11,), 1 / 7)}, m=5, n=7),
+    _toeplitz("toeplitz, causal", inputs={"weights": torch.arange(6, -5, -1).clamp(min=0).double()}, m=6, n=6),
+    _relative("toeplitz softmax", inputs={"logits": (11,)}, m=6, n=6),
+    _relative("toeplitz softmax, window", inputs={"logits": WINDOW}, m=7, n=5),
+    _relative("toeplitz softmax, nothing to see", inputs={"logits": (11,)}, m=5, n=7, padding=NOTHING),
+    _relative("toeplitz softmax, causal, fewer keys", inputs={"logits": (3, 11)}, m=7, n=5, causal=True),
+    _relative("toeplitz softmax, everything", inputs={"logits": (3, 11)}, m=5, n=7, causal=True, padding=PADDING),
+]
+
+
 def _pair(q: Tensor, k: Tensor) -> tuple[AttentionOperator, AttentionOperator]:
     """An attention of queries over keys, and one of keys over themselves."""
     return softmax(q, k), softmax(k, k, causal=True)
@@ -228,4 +250,15 @@ COMPOSED = [
 ]
 
 # plain first, everything at once last: these two of each operator are compiled in the fast tier
-CASES = [*SIMILARITY, *SOFTMAX, *DOT_PRODUCT, *CONCATENATION, *UNIFORM, *SHIFT, *COMPOSED]
+EXACT = [*SIMILARITY, *SOFTMAX, *DOT_PRODUCT, *CONCATENATION, *UNIFORM, *SHIFT, *TOEPLITZ, *COMPOSED]
+
+
+def beside() -> Iterator[Case]:
+    """Every list of cases in a file `cases_*.py` beside this one: a family of operators brings its own."""
+    for file in sorted(Path(__file__).parent.glob("cases_*.py")):
+        for value in vars(import_module(f"tests.operators.{file.stem}")).values():
+            if isinstance(value, list):
+                yield from (case for case in value if isinstance(case, Case))
+
+
+CASES = [*EXACT, *beside()]

@@ -38,7 +38,7 @@ class Positional(AttentionOperator):
     @property
     def shape(self) -> torch.Size:
         sides = [s.shape[-2:] for s in self.scores]
-        return torch.Size((*self._batch(), math.prod(q for q, _ in sides), math.prod(g for _, g in sides)))
+        return torch.Size((*self._batch(), math.prod([q for q, _ in sides]), math.prod([g for _, g in sides])))
 
     @property
     def like(self) -> Tensor:
@@ -63,8 +63,8 @@ class Positional(AttentionOperator):
         """Axis by axis, the last one first: N g_a multiply-adds a column; with a mask each row of cells has its P_a."""
         copies, total, widest = math.prod(self._batch()), 0, 0
         for axis, s in enumerate(self.scores):
-            keys = math.prod(t.shape[-1] for t in self.scores[:axis])
-            queries = math.prod(t.shape[-2] for t in self.scores[axis + 1 :])
+            keys = math.prod([t.shape[-1] for t in self.scores[:axis]])
+            queries = math.prod([t.shape[-2] for t in self.scores[axis + 1 :]])
             total += keys * queries * s.shape[-2] * s.shape[-1]
             widest = max(widest, keys * max(s.shape[-2:]) * queries * d)
             if self.keep is not None:

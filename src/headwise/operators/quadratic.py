@@ -73,9 +73,11 @@ def tables(
     """
     grid, deltas = _deltas("tables", grid, queries, stride, origin, values[0].device if values else None)
     same_axis("tables", "dimension", grid=len(grid), values=len(values))
+    ends = zip(grid, queries or grid, stride or (1,) * len(grid), origin or (0,) * len(grid), strict=True)
+    at = [(-(s * (q - 1) + o), g - 1 - o) for g, q, s, o in ends]  # the least and the greatest distance
     scores = []
     for a, (delta, table) in enumerate(zip(deltas, values, strict=True)):
-        least, most = int(delta.min()), int(delta.max())
+        least, most = at[a]
         if table.dim() < 1 or table.shape[-1] != most - least + 1:
             raise ShapeError(
                 f"tables: axis {a} has distances {least} to {most}, so its table needs {most - least + 1} entries, "
