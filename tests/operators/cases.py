@@ -169,7 +169,7 @@ TOEPLITZ = [
     _toeplitz("toeplitz, more keys", inputs={"weights": (2, 3, 11)}, m=5, n=7),
     _toeplitz("toeplitz, fewer keys", inputs={"weights": (2, 11)}, m=7, n=5),
     _toeplitz("toeplitz, symmetric", inputs={"weights": torch.arange(-5, 6).abs().double()}, m=6, n=6),
-    _toeplitz("toeplitz, stochastic", inputs={"weights": torch.full((11,), 1 / 7)}, m=5, n=7),
+    _toeplitz("toeplitz, stochastic", inputs={"weights": torch.full((11,), 1 / 7, dtype=torch.float64)}, m=5, n=7),
     _toeplitz("toeplitz, causal", inputs={"weights": torch.arange(6, -5, -1).clamp(min=0).double()}, m=6, n=6),
     _relative("toeplitz softmax", inputs={"logits": (11,)}, m=6, n=6),
     _relative("toeplitz softmax, window", inputs={"logits": WINDOW}, m=7, n=5),

@@ -10,9 +10,15 @@ import pytest
 
 import headwise.operators
 from headwise.operators.base import AttentionOperator
+from headwise.operators.concatenation import Concatenation
+from headwise.operators.dot_product import DotProduct
+from headwise.operators.scores import Scores
+from headwise.operators.softmax import Softmax
+from headwise.operators.toeplitz import Toeplitz
+from headwise.operators.toeplitz_softmax import ToeplitzSoftmax
 from headwise.testing import CHECKS, Case
 from headwise.testing.contract import check_compile, check_trace
-from tests.operators.cases import CASES
+from tests.operators.cases import CASES, EXACT
 
 # compiling takes nearly all of the time, so the fast tier compiles two variants of each operator, and the slow tier all
 FIRST = {type(case.operator()): case.name for case in reversed(CASES)}
@@ -31,6 +37,35 @@ def label(value: Case | str) -> str:
 def test_contract(case: Case, check: str) -> None:
     if check in case.skip:
         pytest.skip(case.skip[check])
+    case.check(check)
+
+
+SMALL_BLOCKS = [
+    ("scores", "CHUNK", 14),
+    ("scores", "WIDEST", 3),
+    ("softmax", "WIDEST", 3),
+    ("row_blocks", "ENTRIES", 14),
+    ("dot_product", "SHORTEST_BLOCK", 2),
+    ("concatenation", "LEAF", 2),
+    ("toeplitz", "SHORT", 0),
+]
+# a causal softmax states its cost in full, while small blocks leave out keys that none of their rows sees
+IN_BLOCKS = [
+    (case, check)
+    for case in EXACT
+    for check in ("values", "gradients", "broadcast", "strides", "cost")
+    if type(case.operator()) in (Softmax, DotProduct, Concatenation, Toeplitz, ToeplitzSoftmax)
+    and not (check == "cost" and type(case.operator()) is Softmax)
+]
+
+
+@pytest.mark.parametrize("case, check", IN_BLOCKS, ids=label)
+def test_contract_in_blocks(case: Case, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, with blocks so small that seven tokens take several: the paths that only long sequences meet."""
+    for module, constant, value in SMALL_BLOCKS:
+        # a package may export a builder under its module's name, so the module is looked up by its full one
+        monkeypatch.setattr(importlib.import_module(f"headwise.operators.{module}"), constant, value)
+    monkeypatch.setattr(Scores.chunks, "__defaults__", (14,))
     case.check(check)
 
 

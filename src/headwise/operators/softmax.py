@@ -91,8 +91,12 @@ class Softmax(AttentionOperator):
     def _entropy_in_chunks(self) -> Tensor:
         parts = []
         for start, stop in self.scores.chunks():
-            log_p = torch.log_softmax(self.scores.rows(start, stop).dense(), dim=-1)
-            parts.append(torch.special.entr(log_p.exp()).nan_to_num(0).sum(-1))
+            scores = self.scores.rows(start, stop).dense()
+            lse = torch.logsumexp(scores, dim=-1)
+            level = lse.masked_fill(lse == -math.inf, 0)  # a silenced row is all zeros, whatever is subtracted
+            # scores of -inf leave before they are multiplied: 0 * inf would poison the gradient
+            mean = ((scores - level.unsqueeze(-1)).exp() * scores.masked_fill(scores == -math.inf, 0)).sum(-1)
+            parts.append((level - mean).clamp(min=0))
         return torch.cat(parts, dim=-1)
 
     def frobenius(self) -> Tensor:

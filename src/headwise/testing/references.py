@@ -172,6 +172,13 @@ def toeplitz(weights: Tensor, m: int, n: int) -> Tensor:
     return matrix(m, n, lambda i, j: weights[..., j - i + m - 1])
 
 
+def toeplitz_softmax(logits: Tensor, m: int, n: int, *, causal: bool = False, padding: Tensor | None = None) -> Tensor:
+    """P_ij = softmax over the visible j of l_(j - i + m - 1); a logit of -inf is a mask."""
+    table = toeplitz(logits, m, n)
+    seen = visible(m, n, causal=causal, padding=padding) & (table > -math.inf)
+    return normalised(table.masked_fill(table == -math.inf, 0.0), seen)
+
+
 def kronecker(a: Tensor, b: Tensor) -> Tensor:
     """(A ⊗ B)_(i i', j j') = A_ij B_i'j'"""
     a, b = a.double(), b.double()
