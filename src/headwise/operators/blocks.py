@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
+from headwise.operators import fused
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.scores import WIDEST
@@ -74,12 +75,8 @@ class Union:
         if v.shape[-1] > WIDEST:
             return torch.cat([self.apply(part) for part in v.split(WIDEST, dim=-1)], dim=-1)
         q, k, values, batch = self._prepared(v if self.keep is None else v.masked_fill(~self.keep.unsqueeze(-1), 0))
-        if v.device.type != "cpu" or torch.compiler.is_compiling():
-            out = plain(q, k, values, self.scale, self.pieces)
-        else:
-            width = max(q.shape[-1], values.shape[-1])  # the kernel knows one width only
-            q, k, values = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, values))
-            out = _Merged.apply(q, k, values, self.scale, self.pieces)[0][..., : v.shape[-1]]
+        q, k, values = _one_width(q, k, values)
+        out = fused.run(Merge(self.scale, self.pieces), q, k, values)[..., : v.shape[-1]]
         return out.unflatten(0, batch).to(v.dtype) if batch else out.squeeze(0).to(v.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
@@ -91,11 +88,10 @@ class Union:
             out = plain_adjoint(q, k, rows, self.scale, self.pieces)
         else:
             # the kernel's gradient with respect to values that are zero is P^T u
-            width = max(q.shape[-1], rows.shape[-1])
-            q, k, rows = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, rows))
-            zeros = torch.zeros_like(k)
-            out, lse = _Merged.apply(q, k, zeros, self.scale, self.pieces)
-            out = _Pulled.apply(rows, q, k, zeros, out, lse, self.scale, self.pieces)[2][..., : u.shape[-1]]
+            q, k, rows = _one_width(q, k, rows)
+            merge, zeros = Merge(self.scale, self.pieces), torch.zeros_like(k)
+            kept = fused.Forward.apply(merge, q, k, zeros)
+            out = fused.Pull.apply(merge, rows, q, k, zeros, *kept)[2][..., : u.shape[-1]]
         if self.keep is not None:
             out = out.masked_fill(~self.keep.expand(*batch, self.shape[-1]).reshape(out.shape[:-1]).unsqueeze(-1), 0)
         return out.unflatten(0, batch).to(u.dtype) if batch else out.squeeze(0).to(u.dtype)
@@ -168,13 +164,18 @@ class BlockOperator(AttentionOperator):
         return self.union.cost(d)
 
 
-class _Merged(torch.autograd.Function):
-    """(P v, lse) for q (b, m, c), k and v (b, n, c).  The log-sum-exp carries no gradient."""
+@final
+@dataclass(frozen=True, eq=False)
+class Merge:
+    """(P v, lse) for q (b, m, c), k and v (b, n, c), by the fused kernel of torch and its own backward."""
 
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: tuple[Piece, ...]) -> tuple[Tensor, Tensor]:
+    scale: float
+    pieces: tuple[Piece, ...]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = tensors
         total, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], NEVER)
-        for piece in pieces:
+        for piece in self.pieces:
             mask, hidden = _float_mask(piece, q)
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 piece.rows.view(q),
@@ -183,7 +184,7 @@ class _Merged(torch.autograd.Function):
                 0.0,
                 piece.causal,
                 attn_mask=mask,
-                scale=scale,
+                scale=self.scale,
             )
             if hidden is not None:  # the kernel reports 0 for a row without a key, which is a possible sum
                 part_lse = part_lse.masked_fill(hidden.all(-1), NEVER)
@@ -198,40 +199,11 @@ class _Merged(torch.autograd.Function):
                 there_lse.copy_(merged)
         return total.masked_fill_((lse < NEVER / 2).unsqueeze(-1), 0), lse
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, ctx.scale, ctx.pieces = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(q, k, v, *output)
-
-    @staticmethod
-    def backward(ctx: Any, pull: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_Pulled.apply(pull, *ctx.saved_tensors, ctx.scale, ctx.pieces), None, None)
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        *tensors, scale, pieces = inputs
-        out = _Merged.apply(*_one_batch(info.batch_size, dims, tensors), scale, pieces)
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in out), (0, 0)  # type: ignore[return-value]
-
-
-class _Pulled(torch.autograd.Function):
-    """The gradients of <P v, pull> with respect to q, k and v, from the merged output and log-sum-exp."""
-
-    @staticmethod
-    def forward(
-        pull: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        pieces: tuple[Piece, ...],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, out, lse = tensors
         totals = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         pull = pull.masked_fill((lse < NEVER / 2).unsqueeze(-1), 0)
-        for piece in pieces:
+        for piece in self.pieces:
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 piece.rows.view(pull),
                 piece.rows.view(q),
@@ -242,31 +214,15 @@ class _Pulled(torch.autograd.Function):
                 0.0,
                 piece.causal,
                 attn_mask=_float_mask(piece, q)[0],
-                scale=scale,
+                scale=self.scale,
             )
             for tiles, total, part in zip((piece.rows, piece.columns, piece.columns), totals, parts, strict=True):
                 tiles.add_to(total, part)
         return totals
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pull, q, k, v, _, _, ctx.scale, ctx.pieces = inputs
-        ctx.save_for_backward(pull, q, k, v)
-
-    @staticmethod
-    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
-        """Second derivatives, which the kernel does not have, by the plain path."""
-
-        def first(pull: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-            return torch.func.vjp(lambda q, k, v: plain(q, k, v, ctx.scale, ctx.pieces), q, k, v)[1](pull)
-
-        return (*torch.func.vjp(first, *ctx.saved_tensors)[1](pulls), None, None, None, None)
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        *tensors, scale, pieces = inputs
-        out = _Pulled.apply(*_one_batch(info.batch_size, dims, tensors), scale, pieces)
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in out), (0, 0, 0)
+    def plain(self, *tensors: Tensor) -> Tensor:
+        q, k, v = tensors
+        return plain(q, k, v, self.scale, self.pieces)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: tuple[Piece, ...]) -> Tensor:
@@ -316,9 +272,7 @@ def _float_mask(piece: Piece, like: Tensor) -> tuple[Tensor | None, Tensor | Non
     return like.new_zeros(1, 1, *hidden.shape).masked_fill_(hidden, -math.inf), hidden
 
 
-def _one_batch(size: int, dims: tuple[int | None, ...], tensors: list[Tensor]) -> list[Tensor]:
-    """Tensors under vmap with the mapped axis moved into the batch axis."""
-    moved = [
-        x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0) for x, axis in zip(tensors, dims, strict=False)
-    ]
-    return [x.flatten(0, 1) for x in moved]
+def _one_width(*tensors: Tensor) -> list[Tensor]:
+    """Zero columns added until all are as wide as the widest: the kernel knows one width only."""
+    width = max(x.shape[-1] for x in tensors)
+    return [F.pad(x, (0, width - x.shape[-1])) for x in tensors]

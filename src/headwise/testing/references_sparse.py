@@ -47,3 +47,21 @@ def window(
         return j in range(i - width // 2, i - width // 2 + width) or j < tokens or i < tokens
 
     return softmax_over(q, k, allowed, padding=padding)
+
+
+def efficient(
+    q: Tensor, k: Tensor, *, scale: float | None = None, causal: bool = False, padding: Tensor | None = None
+) -> Tensor:
+    """P_ij = sum_c softmax_c(scale q_i) exp(scale k_jc) / sum of exp(scale k_j'c) over the keys j' that i may see."""
+    q, k = q.double(), k.double()
+    m, n = q.shape[-2], k.shape[-2]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    features = (scale * q).exp() / (scale * q).exp().sum(-1, keepdim=True)
+    rows = []
+    for i in range(m):
+        seen = torch.arange(n) <= i + n - m if causal else torch.ones(n, dtype=torch.bool)
+        seen = (seen if padding is None else seen & padding).unsqueeze(-1)
+        weights = (scale * k).exp() * seen
+        weights = weights / weights.sum(-2, keepdim=True).masked_fill(~seen.any(-2, keepdim=True), 1.0)
+        rows.append((features[..., i, None, :] * weights).sum(-1))
+    return torch.stack(rows, dim=-2)

@@ -1,0 +1,113 @@
+"""softmax_features(s q) (softmax_keys(s k)^T v) for q (b, m, k), k (b, n, k), v (b, n, d): what `efficient` and
+`factored` compute, block by block of rows so that nothing between input and output leaves the cache.
+
+With H and L the two softmaxes, C = L^T v and g the gradient of the result:
+    dC = H^T g      dq = s H (g C^T - rows of H * (g C^T))
+    dv = L dC       dk = s L (v dC^T - c),  c = rows of C * dC: the sum over keys that a softmax over keys asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from headwise.operators import fused
+from headwise.operators.pair import Pair
+
+ROWS = 1 << 19
+"""Elements of q or k, over the whole batch, worked on at once: 2 MB of single precision; measured."""
+
+
+def double_softmax(both: Pair, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+    """H L v with the keys `k` (*batch, r, k) in place of those of `both`, any batch axes, padded keys left out."""
+    q, k, batch = _flat(both.q, k, v, keep)
+    x = v.to(q.dtype) if keep is None else v.to(q.dtype).masked_fill(~keep.unsqueeze(-1), 0)
+    x = x.expand(*batch, *v.shape[-2:]).reshape(-1, *v.shape[-2:])
+    out = fused.run(DoubleSoftmax(both.scale), q, k, x).reshape(*batch, q.shape[-2], v.shape[-1])
+    return out.to(v.dtype) if keep is None else out.masked_fill(~_any(keep), 0).to(v.dtype)
+
+
+def double_softmax_adjoint(both: Pair, k: Tensor, u: Tensor, keep: Tensor | None) -> Tensor:
+    """L^T H^T u, from plain operations."""
+    q, k, batch = _flat(both.q, k, u, keep)
+    x = u.to(q.dtype).expand(*batch, *u.shape[-2:]).reshape(-1, *u.shape[-2:])
+    kernel = DoubleSoftmax(both.scale)
+    out = kernel.keys(k) @ (kernel.features(q).mT @ x)
+    out = out.reshape(*batch, *out.shape[-2:])
+    return out.to(u.dtype) if keep is None else out.masked_fill(~keep.unsqueeze(-1), 0).to(u.dtype)
+
+
+def _flat(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, torch.Size]:
+    """q and k with one batch axis, in at least single precision: sums over n keys are not half-precision numbers."""
+    compute = torch.promote_types(v.dtype, torch.float32)
+    q, k = q.to(compute), k.to(compute)
+    if keep is not None:  # the exponential of this is exactly zero beside any real key
+        k = k.masked_fill(~keep.unsqueeze(-1), -1e30)
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    q, k = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (q, k))
+    return q, k, batch
+
+
+def _any(keep: Tensor) -> Tensor:
+    return keep.any(-1)[..., None, None]
+
+
+@final
+@dataclass(frozen=True)
+class DoubleSoftmax:
+    scale: float
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = tensors
+        top = k.amax(-2, keepdim=True)
+        means = v.new_zeros(v.shape[0], k.shape[-1], v.shape[-1])
+        total = k.new_zeros(k.shape[0], 1, k.shape[-1])
+        for rows in _slices(k):
+            weights = _exponentials(k[:, rows], top, self.scale)
+            total += weights.sum(-2, keepdim=True)
+            means.baddbmm_(weights.mT, v[:, rows])
+        means /= total.mT
+        out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
+        for rows in _slices(q):
+            out[:, rows] = self.features(q[:, rows]) @ means
+        return out, means, top, total
+
+    def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, means, top, total = tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dmeans = torch.zeros_like(means)
+        for rows in _slices(q):
+            features, g = self.features(q[:, rows]), pull[:, rows]
+            dmeans.baddbmm_(features.mT, g)
+            part = g @ means.mT
+            # H (x - sum H x), the derivative of a softmax over features, in one pass
+            dq[:, rows] = torch._softmax_backward_data(part, features, -1, q.dtype).mul_(self.scale)
+        inner = (means * dmeans).sum(-1, keepdim=True).mT
+        for rows in _slices(k):
+            weights = _exponentials(k[:, rows], top, self.scale).div_(total)
+            dv[:, rows] = weights @ dmeans
+            part = v[:, rows] @ dmeans.mT
+            dk[:, rows] = part.sub_(inner).mul_(weights).mul_(self.scale)
+        return dq, dk, dv
+
+    def plain(self, *tensors: Tensor) -> Tensor:
+        q, k, v = tensors
+        return self.features(q) @ (self.keys(k).mT @ v)
+
+    def keys(self, k: Tensor) -> Tensor:
+        return torch.softmax(k * self.scale, dim=-2)
+
+    def features(self, q: Tensor) -> Tensor:
+        return torch.softmax(q * self.scale, dim=-1)
+
+
+def _exponentials(k: Tensor, top: Tensor, scale: float) -> Tensor:
+    return (k - top).mul_(scale).exp_()
+
+
+def _slices(x: Tensor) -> list[slice]:
+    step = max(1, ROWS // (x.shape[0] * x.shape[-1]))
+    return [slice(start, start + step) for start in range(0, x.shape[1], step)]

@@ -1,0 +1,77 @@
+"""Efficient attention beyond the contract: its causal form is exact, at any length and over a wide range of keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headwise.errors import NonFiniteError, ShapeError
+from headwise.operators.efficient import efficient
+from headwise.operators.efficient_causal import efficient_causal
+from headwise.testing import references_sparse as twins
+from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
+
+
+def test_rows_of_the_causal_form_are_the_plain_form_of_the_past() -> None:
+    q, k, v = draw(3, 2, 150, 4).unbind(0)
+    out = efficient_causal(q, k)(v)
+    for i in (0, 1, 63, 64, 127, 149):
+        past = efficient(q[:, i : i + 1], k[:, : i + 1])(v[:, : i + 1])
+        torch.testing.assert_close(out[:, i : i + 1], past)
+
+
+def test_no_look_ahead() -> None:
+    assert_no_look_ahead(efficient_causal, 140)
+
+
+@pytest.mark.parametrize("build", [efficient, efficient_causal])
+def test_padding_is_absence(build) -> None:
+    assert_padding_is_absence(build, 150, 131)
+
+
+def test_padding_in_front_of_the_causal_form() -> None:
+    q, k, v = draw(3, 2, 100, 4).unbind(0)
+    out = efficient_causal(q, k, padding=(torch.arange(100) >= 70).expand(2, 100))(v)
+    assert out[:, :70].abs().max() == 0
+    torch.testing.assert_close(out[:, 70:], efficient_causal(q[:, 70:], k[:, 70:])(v[:, 70:]))
+
+
+def test_keys_that_rise_far_are_kept_apart() -> None:
+    """Early rows do not underflow because of later keys that are e^400 times heavier, nor late ones overflow."""
+    q, k, v = draw(3, 300, 4).unbind(0)
+    k = k + torch.linspace(0, 400, 300).unsqueeze(-1)
+    expected = twins.efficient(q, k, scale=1.0, causal=True) @ v
+    torch.testing.assert_close(efficient_causal(q, k, scale=1.0)(v), expected)
+    single = efficient_causal(q.float(), k.float(), scale=1.0)(v.float())
+    torch.testing.assert_close(single.double(), expected, rtol=0, atol=2e-4)  # keys near 400 are rounded to 3e-5
+
+
+def test_keys_that_rise_too_far_are_refused() -> None:
+    k = torch.zeros(10, 4)
+    k[5:] = 130
+    with pytest.raises(
+        NonFiniteError, match="rises by 130 within 64 positions .* hold 120 and 600; use a smaller scale"
+    ):
+        efficient_causal(k, k, scale=1.0)
+    efficient_causal(k.double(), k.double(), scale=1.0)
+    assert efficient(k, k, scale=100.0)(k).isfinite().all()
+
+
+def test_all_padding_gives_zeros() -> None:
+    q = draw(1, 4, 3)
+    for build in (efficient, efficient_causal):
+        op = build(q, q, padding=torch.zeros(1, 4, dtype=torch.bool))
+        assert op(q).abs().max() == 0
+        assert "STOCHASTIC" not in {claim.name for claim in op.claims}
+
+
+@pytest.mark.parametrize("build", [efficient, efficient_causal])
+def test_no_square_is_formed(build) -> None:
+    assert_no_square(build)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ShapeError, match="Efficient: axis 'k' must agree, but q has 4, k has 3"):
+        efficient(torch.zeros(5, 4), torch.zeros(5, 3))
+    with pytest.raises(ShapeError, match="EfficientCausal: scale must be a positive number, but is -1.0"):
+        efficient_causal(torch.zeros(5, 4), torch.zeros(5, 4), scale=-1)
