@@ -174,32 +174,23 @@ def check_values(case: Case) -> None:
 
 
 def check_gradients(case: Case) -> None:
-    for d in case.widths():
-        _compare_gradients(case, "apply", lambda op, x: op(x), lambda p, x: p @ x, -1, d)
-        _compare_gradients(case, "adjoint", lambda op, x: op.adjoint(x), lambda p, x: p.mT @ x, -2, d)
-
-
-def _compare_gradients(
-    case: Case,
-    what: str,
-    fast: Callable[[AttentionOperator, Tensor], Tensor],
-    slow: Callable[[Tensor, Tensor], Tensor],
-    rows: int,
-    d: int,
-) -> None:
-    """The gradient of <fast(P, x), pull> in x and in every floating tensor that P was built from."""
+    """Of <P v, pull> and <P^T u, pull>, in v, in u and in every floating tensor that P was built from."""
     tensors = case.tensors()
     leaves = {name: x.requires_grad_() for name, x in tensors.items() if x.dtype.is_floating_point}
-    op = case.build(**tensors)
-    leaves["x"] = normal(*op.shape[:-2], op.shape[rows], d, seed=1).requires_grad_()
-    found = fast(op, leaves["x"])
-    expected = slow(case.matrix(tensors), leaves["x"])
+    op, p = case.build(**tensors), case.matrix(tensors)
+    for d in case.widths():
+        v, u = (x.requires_grad_() for x in _sides(op, d))
+        _compare_gradients(case, f"apply at width {d}", op(v), p @ v, {**leaves, "v": v})
+        _compare_gradients(case, f"adjoint at width {d}", op.adjoint(u), p.mT @ u, {**leaves, "u": u})
+
+
+def _compare_gradients(case: Case, what: str, found: Tensor, expected: Tensor, leaves: Mapping[str, Tensor]) -> None:
     pull = normal(*found.shape, seed=3)
-    options = {"allow_unused": True, "materialize_grads": True}
-    fast_gradients = torch.autograd.grad(found, list(leaves.values()), pull, **options)
-    slow_gradients = torch.autograd.grad(expected, list(leaves.values()), pull, **options)
-    for name, a, b in zip(leaves, fast_gradients, slow_gradients, strict=True):
-        case.agree(f"gradient of {what} at width {d} with respect to {name}", a, b)
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    fast = torch.autograd.grad(found, list(leaves.values()), pull, **options)
+    slow = torch.autograd.grad(expected, list(leaves.values()), pull, **options)
+    for name, a, b in zip(leaves, fast, slow, strict=True):
+        case.agree(f"gradient of {what} with respect to {name}", a, b)
 
 
 def check_cost(case: Case) -> None:
