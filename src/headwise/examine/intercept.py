@@ -172,9 +172,9 @@ def _kind(name: str, args: tuple, kwargs: dict, query: Tensor, key: Tensor) -> s
     other = (kwargs.get(word) for word in ("encoder_hidden_states", "key_value_states", "context", "memory"))
     if any(isinstance(x, Tensor) for x in other):
         return "cross"
-    if len(args) >= 2 and all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3 for x in args[:2]):
-        if args[0].shape != args[1].shape:
-            return "cross"
+    states = [x.shape for x in args[:2] if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3]
+    if len(states) == 2 and states[0] != states[1]:
+        return "cross"
     words = name.lower().replace("_", "")
     if any(word in words for word in ("crossattention", "encdec", "encoderattn", "crossattn", "multiheadattn")):
         return "cross"

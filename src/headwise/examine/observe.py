@@ -85,9 +85,9 @@ def observe(
             pending.append(head)
         _own_projection(call, pending)
 
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     states: dict[str, Tensor] = {}
-    with torch.no_grad(), _hidden_states(blocks, states), _projections(model, pending), intercept(model, see):
+    with torch.no_grad(), hidden_states(blocks, states), _projections(model, pending), intercept(model, see):
         run_model(model, batch)
     if not seen:
         raise nothing_seen(model)
@@ -167,7 +167,7 @@ def _contribute(pending: list[_Head], weight: Tensor) -> None:
 # ---- the residual stream ----
 
 
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """Members of module lists, longest lists' members first found; nested lists count by their outer member."""
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -182,7 +182,7 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def _hidden_states(blocks: dict[str, nn.Module], states: dict[str, Tensor]) -> Iterator[None]:
+def hidden_states(blocks: dict[str, nn.Module], states: dict[str, Tensor]) -> Iterator[None]:
     def first(output: Any) -> Tensor | None:
         if isinstance(output, (tuple, list)) and output:
             output = output[0]

@@ -133,9 +133,9 @@ def load(path: Path) -> list[Measurement]:
     return [Measurement(**{**row, "sites": [Site(**site) for site in row["sites"]]}) for row in rows]
 
 
-def fingerprint(model: nn.Module, **settings: Any) -> str:
+def fingerprint(model: nn.Module, settings: Mapping[str, Any]) -> str:
     """Tells one examination from another, so that unfinished work is never mixed: shapes, some weights, settings."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(dict(settings), sort_keys=True, default=str).encode())
     for name, weight in itertools.islice(model.state_dict().items(), 200):
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         digest.update(weight.flatten()[:16].double().numpy().tobytes() if weight.is_floating_point() else b"")

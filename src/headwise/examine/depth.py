@@ -1,0 +1,31 @@
+"""What depth does: collapse curves and path lengths, added to an examination; runs that a family cannot do say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.examine.ablate import collapse_curves
+from headwise.examine.paths import by_length
+from headwise.examine.record import Examination
+
+
+def with_depth(examination: Examination, model: nn.Module, batch: Any) -> Examination:
+    """The examination with `ablations` and `paths` measured on the first sequence of `batch`, in float64."""
+    if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()):
+        batch = {"input": batch} if isinstance(batch, Tensor) else batch
+    if not isinstance(batch, Mapping):
+        why = {"supported": False, "why": "the batch is not a mapping of named tensors"}
+        return replace(examination, ablations=why, paths=why)
+    ablations, paths = collapse_curves(model, batch), by_length(model, batch)
+    headline = list(examination.headline)
+    if ablations["supported"]:
+        pure = ablations["curves"]["no attention skip"]
+        headline.append(
+            f"Without its attention skips the tokens would keep {pure[-1]:.1e} of their differences after "
+            f"{len(pure) - 1} layers."
+        )
+    return replace(examination, ablations=ablations, paths=paths, headline=headline)

@@ -1,0 +1,307 @@
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const make = (tag, attributes = {}, ...children) => {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+};
+const format = (x) => {
+  if (x === null || x === undefined) return "–";
+  const size = Math.abs(x);
+  if (size !== 0 && (size < 0.001 || size >= 1e5)) return x.toExponential(1);
+  return size >= 100 ? x.toFixed(0) : size >= 10 ? x.toFixed(1) : x.toFixed(3);
+};
+
+// Okabe-Ito colours, told apart by most readers; a letter says the same without colour
+const KINDS = {
+  uniform: ["U", "#999999", "#000"], positional: ["P", "#E69F00", "#000"], sink: ["S", "#CC79A7", "#000"],
+  local: ["L", "#56B4E9", "#000"], "low rank": ["R", "#009E73", "#000"], broad: ["B", "#F0E442", "#000"],
+  dense: ["D", "#0072B2", "#fff"],
+};
+const MEANING = {
+  uniform: "averages almost evenly", positional: "looks at fixed offsets", sink: "parks on one token",
+  local: "stays nearby", "low rank": "its output survives a low rank", broad: "spreads widely",
+  dense: "chooses near and far by content",
+};
+// cividis, sampled: even in lightness for colour-blind readers and in print
+const RAMP = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
+const mix = (a, b, t) => Math.round(a + (b - a) * t);
+const parse = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+const ramp = (t) => {
+  const place = Math.min(Math.max(t, 0), 1) * (RAMP.length - 1);
+  const low = Math.floor(place), high = Math.min(low + 1, RAMP.length - 1);
+  const [a, b] = [parse(RAMP[low]), parse(RAMP[high])];
+  return a.map((x, i) => mix(x, b[i], place - low));
+};
+const LABELS = {
+  kind: "kind", effective_rank: "effective rank", entropy: "entropy (nats)", entropy_share: "entropy, share of the largest",
+  output_error_64: "output error at rank 64", output_error_16: "output error at rank 16", sink_mass: "largest share on one key",
+  mass_within_16: "mass within ±16", toeplitz_error: "error of the best Toeplitz matrix", best_offset_mass: "mass on the best offset",
+  contribution: "norm added to the residual stream", largest_score: "largest score", stability: "stability of the kind over texts",
+};
+const label = (name) => LABELS[name] || name.replaceAll("_", " ");
+
+let chosen = 0, measure = "kind";
+const value = (record, name) =>
+  name === "stability" ? record.stability : record.measures[name] ? record.measures[name].mean : null;
+
+// ---- map of heads ----
+const sites = data.sites, records = data.records;
+const rows = sites.map((_, s) => records.map((r, i) => [r, i]).filter(([r]) => r.site === s).map(([, i]) => i));
+const short = (name) => name.replace(/^(model|encoder|transformer|bert|vit)\./, "").replace(/\.?(attention|self_attn|attn|self|SelfAttention)\b/g, "").replace(/\.$/, "") || name;
+
+function buildMap() {
+  const table = byId("map");
+  const widest = Math.max(...rows.map((r) => r.length));
+  const head = make("tr", {}, make("td", {}));
+  for (let h = 0; h < widest; h++) head.append(make("th", { scope: "col" }, String(h)));
+  table.append(make("thead", {}, head));
+  const body = make("tbody");
+  rows.forEach((row, s) => {
+    const line = make("tr", {}, make("th", { scope: "row", title: sites[s].name }, short(sites[s].name) + (sites[s].kind === "cross" ? " (cross)" : "")));
+    for (const i of row) {
+      const button = make("button", { type: "button", class: "head", "data-i": i, tabindex: i === chosen ? 0 : -1, "aria-pressed": "false" });
+      button.addEventListener("click", () => choose(i, true));
+      line.append(make("td", {}, button));
+    }
+    body.append(line);
+  });
+  table.append(body);
+  table.addEventListener("keydown", onKey);
+}
+
+function onKey(event) {
+  const s = records[chosen].site, h = rows[s].indexOf(chosen);
+  const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -h], End: [0, rows[s].length - 1 - h] };
+  const move = moves[event.key];
+  if (!move) return;
+  event.preventDefault();
+  const next = rows[Math.min(Math.max(s + move[0], 0), rows.length - 1)];
+  choose(next[Math.min(Math.max(h + move[1], 0), next.length - 1)], true);
+}
+
+function paint() {
+  const values = records.map((r) => value(r, measure)).filter((x) => x !== null && x !== undefined);
+  const low = Math.min(...values), high = Math.max(...values);
+  document.querySelectorAll("button.head").forEach((button) => {
+    const record = records[button.dataset.i];
+    let text, name;
+    if (measure === "kind") {
+      const [letter, background, ink] = KINDS[record.kind];
+      button.style.background = background; button.style.color = ink;
+      text = letter; name = record.kind;
+    } else {
+      const x = value(record, measure);
+      if (x === null) { button.style.background = "transparent"; button.style.color = "inherit"; text = "–"; name = "not measured"; }
+      else {
+        const rgb = ramp(high > low ? (x - low) / (high - low) : 0);
+        button.style.background = `rgb(${rgb})`;
+        button.style.color = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2] > 130 ? "#000" : "#fff";
+        text = Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= 10 ? x.toFixed(0) : x.toFixed(1).replace(/^0\./, ".");
+        name = `${label(measure)} ${format(x)}`;
+      }
+    }
+    button.textContent = text;
+    button.setAttribute("aria-label", `${sites[record.site].name}, head ${record.head}: ${name}`);
+    button.title = `${sites[record.site].name} · head ${record.head} · ${name}`;
+  });
+  const legend = byId("legend");
+  legend.replaceChildren();
+  if (measure === "kind") {
+    for (const [kind, [letter, background, ink]] of Object.entries(KINDS)) {
+      const count = records.filter((r) => r.kind === kind).length;
+      if (!count) continue;
+      const swatch = make("span", { class: "swatch", style: `background:${background};color:${ink}` }, letter);
+      legend.append(make("span", { title: MEANING[kind] }, swatch, `${kind} (${count}): ${MEANING[kind]}`));
+    }
+  } else {
+    const strip = make("span", { class: "ramp", style: `background:linear-gradient(90deg,${RAMP.join(",")})` });
+    legend.append(format(low), strip, format(high));
+  }
+}
+
+// ---- one head ----
+function choose(i, focus) {
+  chosen = i;
+  document.querySelectorAll("button.head").forEach((button) => {
+    const mine = Number(button.dataset.i) === i;
+    button.setAttribute("aria-pressed", String(mine));
+    button.tabIndex = mine ? 0 : -1;
+    if (mine && focus) button.focus({ preventScroll: false });
+  });
+  const record = records[i], site = sites[record.site], detail = byId("detail");
+  const counts = Object.entries(record.kinds).map(([kind, n]) => `${kind} on ${n}`).join(", ");
+  detail.replaceChildren(
+    make("h3", {}, `${site.name} · head ${record.head}`),
+    make("p", { class: "verdict" }, make("strong", {}, record.kind), `: ${record.words}.`),
+    make("p", { class: "soft" }, `${site.kind}-attention${site.causal ? ", causal" : ""}, key width ${site.key_width}` +
+      (site.groups < site.heads ? `, ${site.groups} key heads for ${site.heads} query heads` : "") + `. Kind by text: ${counts}.`),
+  );
+  const excerpt = (data.excerpt.sites || [])[record.site];
+  if (excerpt) detail.append(...attentionMap(excerpt, record, i));
+  if (record.spectrum.length) {
+    detail.append(make("h3", {}, "Singular values of P"), chart({ series: [{ name: "σ", points: record.spectrum.map((y, x) => [x + 1, y]) }], log: true, height: 150, x: "index", y: "σ" }));
+  }
+  const reach = (record.profile.length - 1) / 2;
+  const near = record.profile.map((y, x) => [x - reach, y]).filter(([x]) => Math.abs(x) <= 24);
+  detail.append(make("h3", {}, "Where it looks: mean mass by offset"), chart({ bars: near, height: 130, x: "offset (key − query)", y: "mass" }));
+  detail.append(numbers(record));
+}
+
+function attentionMap(excerpt, record, i) {
+  const canvas = make("canvas", { width: excerpt.columns, height: excerpt.rows, role: "img", "aria-label": `Attention of head ${record.head} on an excerpt, queries down, keys across` });
+  const bytes = Uint8Array.from(atob(excerpt.maps[record.head]), (c) => c.charCodeAt(0));
+  const context = canvas.getContext("2d"), image = context.createImageData(excerpt.columns, excerpt.rows);
+  bytes.forEach((byte, at) => image.data.set([...ramp(byte / 255), 255], at * 4));
+  context.putImageData(image, 0, 0);
+  const tip = make("p", { class: "tip" }, "Queries run down, keys across; brighter is more. Point at a cell to read its tokens.");
+  const words = (from, to) => {
+    const list = (data.excerpt.tokens || []).slice(from, to);
+    if (!list.length) return to - from > 1 ? `${from}–${to - 1}` : String(from);
+    return (list.length > 6 ? [...list.slice(0, 3), "…", ...list.slice(-2)] : list).join(" ");
+  };
+  canvas.addEventListener("mousemove", (event) => {
+    const box = canvas.getBoundingClientRect();
+    const column = Math.min(excerpt.columns - 1, Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * excerpt.columns)));
+    const row = Math.min(excerpt.rows - 1, Math.max(0, Math.floor(((event.clientY - box.top) / box.height) * excerpt.rows)));
+    const edge = (k, cells, length) => Math.round((k * length) / cells);
+    const q = [edge(row, excerpt.rows, excerpt.queries), edge(row + 1, excerpt.rows, excerpt.queries)];
+    const k = [edge(column, excerpt.columns, excerpt.keys), edge(column + 1, excerpt.columns, excerpt.keys)];
+    const weight = (bytes[row * excerpt.columns + column] / 255) ** 2 * excerpt.top[record.head];
+    tip.textContent = `“${words(...q)}” looks at “${words(...k)}”: mean weight ${format(weight)} (tokens ${q[0]}–${q[1] - 1} × ${k[0]}–${k[1] - 1})`;
+  });
+  return [make("h3", {}, `Attention on a text of ${excerpt.keys} tokens`), canvas, tip];
+}
+
+function numbers(record) {
+  const table = make("table", { class: "numbers" });
+  table.append(make("thead", {}, make("tr", {}, ...["measure", "mean", "± over texts", "min", "max"].map((x) => make("th", { scope: "col" }, x)))));
+  const body = make("tbody");
+  for (const [name, x] of Object.entries(record.measures)) {
+    body.append(make("tr", {}, make("th", { scope: "row" }, label(name)), ...[x.mean, x.std, x.min, x.max].map((y) => make("td", {}, format(y)))));
+  }
+  table.append(body);
+  return make("details", {}, make("summary", {}, "All numbers"), table);
+}
+
+// ---- small charts, drawn as SVG ----
+const LINE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7"], DASH = ["", "6 3", "2 3", "8 3 2 3"];
+function chart({ series = [], bars = null, log = false, height = 240, x = "", y = "", ticks = null }) {
+  const width = 520, left = 56, bottom = 34, top = 10, right = 12;
+  const space = "http://www.w3.org/2000/svg";
+  const draw = (tag, attributes, text) => {
+    const node = document.createElementNS(space, tag);
+    for (const [key, v] of Object.entries(attributes)) node.setAttribute(key, v);
+    if (text !== undefined) node.textContent = text;
+    return node;
+  };
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${y} against ${x}` });
+  const points = bars || series.flatMap((s) => s.points);
+  const ys = points.map((p) => p[1]).filter((v) => v !== null && (!log || v > 0));
+  const floor = Math.min(...ys), ceiling = Math.max(...ys);
+  const range = log
+    ? [Math.log10(floor), Math.log10(ceiling) + 1e-9].map((v, i) => (i ? v + 0.05 : v - 0.05))
+    : [Math.min(0, floor), ceiling || 1];
+  const xs = points.map((p) => p[0]), first = Math.min(...xs), last = Math.max(...xs);
+  const pad = bars ? 0.5 : 0;
+  const px = (v) => left + ((v - first + pad) / (last - first + 2 * pad || 1)) * (width - left - right);
+  const py = (v) => {
+    const t = ((log ? Math.log10(Math.max(v, floor)) : v) - range[0]) / (range[1] - range[0] || 1);
+    return height - bottom - t * (height - bottom - top);
+  };
+  const marks = log
+    ? Array.from({ length: 40 }, (_, i) => i - 30).filter((e) => e >= range[0] && e <= range[1]).map((e) => 10 ** e)
+    : [0, 0.25, 0.5, 0.75, 1].map((t) => range[0] + t * (range[1] - range[0]));
+  const few = marks.length > 7 ? marks.filter((_, i) => i % Math.ceil(marks.length / 6) === 0) : marks.length ? marks : [floor, ceiling];
+  for (const mark of few) {
+    svg.append(draw("line", { class: "axis", x1: left, x2: width - right, y1: py(mark), y2: py(mark) }));
+    svg.append(draw("text", { x: left - 6, y: py(mark) + 4, "text-anchor": "end" }, log ? mark.toExponential(0) : format(mark)));
+  }
+  const columns = ticks || [first, Math.round((first + last) / 2), last].map((v) => [v, String(v)]);
+  for (const [at, text] of columns) svg.append(draw("text", { x: px(at), y: height - bottom + 15, "text-anchor": "middle" }, text));
+  svg.append(draw("text", { class: "label", x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, x));
+  if (bars) {
+    const wide = ((width - left - right) / (last - first + 1)) * 0.8;
+    for (const [at, v] of bars) {
+      const zero = py(Math.max(0, range[0])), end = py(v);
+      const bar = draw("rect", { x: px(at) - wide / 2, y: Math.min(zero, end), width: wide, height: Math.max(0.5, Math.abs(zero - end)), fill: v < 0 ? "#D55E00" : "#0072B2" });
+      bar.append(draw("title", {}, `${at}: ${format(v)}`));
+      svg.append(bar);
+    }
+  }
+  series.forEach((s, i) => {
+    const path = s.points.filter((p) => p[1] !== null).map((p, k) => `${k ? "L" : "M"}${px(p[0])},${py(p[1])}`).join("");
+    svg.append(draw("path", { d: path, fill: "none", stroke: LINE[i % 4], "stroke-width": 2, "stroke-dasharray": DASH[i % 4] }));
+    for (const p of s.points) {
+      const dot = draw("circle", { cx: px(p[0]), cy: py(p[1]), r: 2.5, fill: LINE[i % 4] });
+      dot.append(draw("title", {}, `${s.name}, ${p[0]}: ${format(p[1])}`));
+      svg.append(dot);
+    }
+    if (series.length > 1) {
+      const at = height - bottom - 12 - (series.length - 1 - i) * 15;
+      svg.append(draw("line", { x1: left + 8, x2: left + 34, y1: at - 4, y2: at - 4, stroke: LINE[i % 4], "stroke-width": 2, "stroke-dasharray": DASH[i % 4] }));
+      svg.append(draw("text", { class: "label", x: left + 40, y: at }, s.name));
+    }
+  });
+  return svg;
+}
+
+function depth() {
+  const ablations = data.ablations || {}, box = byId("collapse");
+  const measured = data.layers.relative_residual || [];
+  const curves = ablations.supported ? Object.entries(ablations.curves) : measured.length ? [["as it is", measured]] : [];
+  if (curves.length) {
+    box.append(chart({ series: curves.map(([name, ys]) => ({ name, points: ys.map((y, i) => [i, y]) })), log: true, height: 300, x: "layer", y: "relative residual" }));
+  }
+  byId("collapse-note").textContent = ablations.supported
+    ? "On one text, in 64-bit: the model as it is, and with skip connections or MLPs switched off."
+    : `Ablations: not supported. ${ablations.why || ""}`;
+  const paths = data.paths || {};
+  if (paths.supported) {
+    byId("paths").append(chart({ bars: paths.share.map((y, j) => [j, y]), height: 300, x: "number of attention layers on the path", y: "share of the output" }));
+    byId("paths-note").textContent = `What paths of each length contribute to the last layer; shares add up to one (to ${format(paths.sum_error)}). Held as they were on this text: ${paths.frozen.join(", ")}.`;
+  } else byId("paths-note").textContent = `Path lengths: not supported. ${paths.why || ""}`;
+}
+
+function redundancy() {
+  const n = records.length, canvas = byId("redundancy"), matrix = data.redundancy;
+  canvas.width = n; canvas.height = n;
+  const context = canvas.getContext("2d"), image = context.createImageData(n, n), pairs = [];
+  matrix.forEach((row, i) => row.forEach((x, j) => {
+    image.data.set(x === null ? [128, 128, 128, 255] : [...ramp(x), 255], (i * n + j) * 4);
+    if (x !== null && i < j) pairs.push([x, i, j]);
+  }));
+  context.putImageData(image, 0, 0);
+  pairs.sort((a, b) => b[0] - a[0]);
+  const table = byId("alike"), name = (i) => `${short(sites[records[i].site].name)} · ${records[i].head}`;
+  table.append(make("thead", {}, make("tr", {}, ...["head", "head", "cosine"].map((x) => make("th", { scope: "col" }, x)))));
+  const body = make("tbody");
+  for (const [x, i, j] of pairs.slice(0, 8)) body.append(make("tr", {}, make("td", {}, name(i)), make("td", {}, name(j)), make("td", {}, format(x))));
+  table.append(body);
+}
+
+function madeBy() {
+  const box = byId("made"), list = { ...data.data, ...data.made };
+  if (list.command) { box.append(make("pre", { tabindex: 0 }, list.command)); delete list.command; }
+  const table = make("table", { class: "numbers", style: "max-width:40rem" });
+  const body = make("tbody");
+  for (const [key, x] of Object.entries(list)) body.append(make("tr", {}, make("th", { scope: "row" }, key.replaceAll("_", " ")), make("td", {}, Array.isArray(x) ? x.join(", ") : String(x))));
+  table.append(body);
+  box.append(table);
+}
+
+function theme(dark) {
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+  byId("theme").textContent = dark ? "Light" : "Dark";
+  byId("theme").setAttribute("aria-label", dark ? "Use light colours" : "Use dark colours");
+}
+
+const names = ["kind", ...Object.keys(LABELS).filter((name) => name !== "kind" && records.some((r) => value(r, name) !== null))];
+const others = Object.keys(records[0].measures).filter((name) => !names.includes(name));
+for (const name of [...names, ...others]) byId("measure").append(make("option", { value: name }, label(name)));
+byId("measure").addEventListener("change", (event) => { measure = event.target.value; paint(); });
+byId("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme !== "dark"));
+theme(window.matchMedia("(prefers-color-scheme: dark)").matches);
+buildMap(); paint(); choose(0, false); depth(); redundancy(); madeBy();
