@@ -15,8 +15,6 @@ from headwise.operators.shift import Border, shift
 from headwise.testing import references_positional as references
 from headwise.testing.contract import normal
 
-DOUBLE = {"dtype": torch.float64}
-
 
 def test_it_is_the_product_of_one_attention_an_axis() -> None:
     p = quadratic((3, 4), normal(2, seed=0), normal(2, seed=1))
@@ -35,7 +33,12 @@ def test_a_rotated_head_with_a_diagonal_precision_is_the_same_head_computed_dens
 def test_a_rotated_head_can_be_masked() -> None:
     keep = torch.arange(6) % 2 == 0
     with pytest.warns(UserWarning, match="does not factor"):
-        p = rotated((2, 3), torch.zeros(2, **DOUBLE), torch.tensor([[2.0, 1.0], [1.0, 2.0]], **DOUBLE), keep=keep)
+        p = rotated(
+            (2, 3),
+            torch.zeros(2, dtype=torch.float64),
+            torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64),
+            keep=keep,
+        )
     assert p.dense()[:, ~keep].abs().max() == 0
     assert Claim.STOCHASTIC in p.claims
 
@@ -44,12 +47,12 @@ def test_a_key_far_away_is_found_when_it_is_the_only_one() -> None:
     # exp(-20 * 30^2) is zero in any format: a numerator over a denominator would be 0 / 0
     keep = torch.zeros(961, dtype=torch.bool)
     keep[[5, 960]] = True
-    p = quadratic((31, 31), torch.zeros(2, **DOUBLE), log_width(20.0).double(), keep=keep)
+    p = quadratic((31, 31), torch.zeros(2, dtype=torch.float64), log_width(20.0).double(), keep=keep)
     dense = p.dense()
     nearest = torch.tensor([5 if _distance(q, 5) < _distance(q, 960) else 960 for q in range(961)])
     decided = torch.tensor([_distance(q, 5) != _distance(q, 960) for q in range(961)])
     assert torch.equal(dense.argmax(-1)[decided], nearest[decided])
-    torch.testing.assert_close(dense.sum(-1), torch.ones(961, **DOUBLE))
+    torch.testing.assert_close(dense.sum(-1), torch.ones(961, dtype=torch.float64))
     assert Claim.STOCHASTIC in p.claims
 
 
@@ -59,10 +62,10 @@ def _distance(q: int, k: int) -> int:
 
 def test_a_sequence_without_keys_gives_zeros_and_no_stochastic_claim() -> None:
     keep = torch.tensor([[True, True, True], [False, False, False]])
-    centres = torch.zeros(1, **DOUBLE).requires_grad_()
-    p = quadratic((3,), centres, torch.zeros(1, **DOUBLE), keep=keep)
+    centres = torch.zeros(1, dtype=torch.float64).requires_grad_()
+    p = quadratic((3,), centres, torch.zeros(1, dtype=torch.float64), keep=keep)
     assert p.claims == {Claim.NONNEGATIVE}
-    y = p(torch.ones(3, 2, **DOUBLE))
+    y = p(torch.ones(3, 2, dtype=torch.float64))
     assert y[1].abs().max() == 0
     y.sum().backward()
     assert centres.grad is not None
@@ -73,29 +76,36 @@ def test_a_sequence_without_keys_gives_zeros_and_no_stochastic_claim() -> None:
 def test_a_sharp_head_is_the_shift_of_its_border(border: Border) -> None:
     for offset in ((1, -2), (0, 0), (-1, 1)):
         p = bordered(
-            (4, 5), ((2, 2), (2, 2)), border, torch.tensor(offset, **DOUBLE), log_width(60.0).double(), queries=(4, 5)
+            (4, 5),
+            ((2, 2), (2, 2)),
+            border,
+            torch.tensor(offset, dtype=torch.float64),
+            log_width(60.0).double(),
+            queries=(4, 5),
         )
         torch.testing.assert_close(p.dense(), shift((4, 5), offset, border=border).dense().double(), rtol=0, atol=1e-12)
 
 
 def test_without_a_border_a_sharp_head_tends_to_the_replicated_border() -> None:
     # attention cannot look outside the image: a saturated head sees the nearest pixel, not a zero
-    p = quadratic((4, 5), torch.tensor([2.0, -1.0], **DOUBLE), log_width(60.0).double())
+    p = quadratic((4, 5), torch.tensor([2.0, -1.0], dtype=torch.float64), log_width(60.0).double())
     expected = shift((4, 5), (2, -1), border="replicate").dense().double()
     torch.testing.assert_close(p.dense(), expected, rtol=0, atol=1e-12)
 
 
 def test_a_masked_head_with_a_border_keeps_the_null_keys() -> None:
     keep = torch.tensor([True, False, True])
-    sharp = bordered((3,), ((1, 1),), "zeros", torch.tensor([-1.0], **DOUBLE), log_width(60.0).double(), keep=keep)
+    sharp = bordered(
+        (3,), ((1, 1),), "zeros", torch.tensor([-1.0], dtype=torch.float64), log_width(60.0).double(), keep=keep
+    )
     # query 0 looks at the null key before the grid; query 2 looks at a masked key and takes its neighbours instead
     torch.testing.assert_close(
-        sharp.dense(), torch.tensor([[0, 0, 0], [1, 0, 0], [0.5, 0, 0.5]], **DOUBLE), rtol=0, atol=1e-12
+        sharp.dense(), torch.tensor([[0, 0, 0], [1, 0, 0], [0.5, 0, 0.5]], dtype=torch.float64), rtol=0, atol=1e-12
     )
 
 
 def test_the_source_writes_its_width_as_a_sharpness() -> None:
-    alpha = torch.tensor(3.0, **DOUBLE)
+    alpha = torch.tensor(3.0, dtype=torch.float64)
     assert math.isclose(1 / (2 * log_width(alpha).exp().item() ** 2), 3.0)
 
 

@@ -1,0 +1,108 @@
+"""Scores from positions: absolute encodings, and the four terms of relative ones, for the softmax that follows.
+
+    absolute   S_qk = (x_q + p_q) W_q W_k^T (x_k + p_k)^T                               (Vaswani et al. 2017)
+    relative   S_qk = a_q.c_k + a_q.r_d + u.c_k + v.r_d,  a = x W_q, c = x W_k, r_d = e_d W~_k, d = k - q
+                                                                                        (Dai et al. 2019)
+
+Absolute encodings are added to the input, so they need no code beyond the table p.  Relative ones become a query
+(a + u), a key c and a bias (a + v).r_d for `softmax(q, k, bias=...)`.  Encodings e_d are learned, sinusoidal, or the
+quadratic (|d|^2, d) of Cordonnier, Loukas & Jaggi 2020, whose scores with W_q = W_k = 0 are `quadratic` heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ShapeError
+from headwise.shapes import same_axis, same_kind
+
+
+def sinusoidal(positions: Tensor, width: int) -> Tensor:
+    """e_(p, 2i) = sin(p / 10000^(2i/w)), e_(p, 2i+1) = cos(...): (*batch, D) -> (*batch, width), w = width / D an axis.
+
+    Works for whole cells, differences of cells (negative ones too) and anything in between.
+
+    >>> sinusoidal(torch.tensor([[0.0]]), 4)
+    tensor([[0., 1., 0., 1.]])
+    """
+    axes = positions.shape[-1] if positions.dim() else 0
+    if axes < 1 or width % (2 * axes) or width < 1:
+        raise ShapeError(f"sinusoidal: width must be a multiple of 2 x {axes} axes, but is {width}")
+    if not positions.dtype.is_floating_point:
+        positions = positions.to(torch.get_default_dtype())
+    pairs = width // (2 * axes)
+    exponents = torch.arange(pairs, dtype=positions.dtype, device=positions.device) / pairs
+    angles = positions.unsqueeze(-1) * (-math.log(10_000.0) * exponents).exp()
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-3)
+
+
+def cells(grid: Sequence[int]) -> Tensor:
+    """The cells of a grid in row-major order: (n, D) of int64, ready for `sinusoidal` or a learned table."""
+    axes = [torch.arange(g) for g in grid]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(axes))
+
+
+def differences(grid: Sequence[int], queries: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """All d = k - q that occur, (t, D), and which of them each pair has, (m, n) of indices into them.
+
+    t = prod(g_a + q_a - 1), far fewer than the m n pairs: encodings are projected once for each difference.
+    """
+    queries = tuple(grid if queries is None else queries)
+    same_axis("differences", "dimension", grid=len(grid), queries=len(queries))
+    if not grid or min(*grid, *queries) < 1:
+        raise ShapeError(f"differences: grid {tuple(grid)} and queries {queries} need at least one cell an axis")
+    spans = [g + q - 1 for g, q in zip(grid, queries, strict=True)]
+    least = torch.tensor([q - 1 for q in queries])
+    index = torch.zeros(1, 1, dtype=torch.int64)
+    for a, span in enumerate(spans):
+        along = cells(grid)[None, :, a] - cells(queries)[:, None, a] + least[a]
+        index = index * span + along
+    return cells(spans) - least, index
+
+
+def quadratic_encoding(offsets: Tensor) -> Tensor:
+    """r_d = (|d|^2, d_1, d_2, ...): (t, D) -> (t, 1 + D)."""
+    return torch.cat([offsets.square().sum(-1, keepdim=True), offsets], dim=-1)
+
+
+def quadratic_vector(alpha: Tensor, centres: Tensor) -> Tensor:
+    """v = -alpha (1, -2 centre): with `quadratic_encoding`, v.r_d = -alpha (|d - centre|^2 - |centre|^2)."""
+    one = torch.ones_like(centres[..., :1])
+    return -alpha.unsqueeze(-1) * torch.cat([one, -2 * centres], dim=-1)
+
+
+def four_terms(a: Tensor, encodings: Tensor, index: Tensor, *, content: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """(a + content, (a + place).r_d): query and bias of a relative score, from projected queries a (*batch, m, k).
+
+    encodings  r_d for every difference, (*batch, t, k), projected
+    index      which difference each pair has, (m, n), from `differences`
+    content    u, place v: one vector for all queries each, (*batch, k)
+
+    >>> a, c = torch.randn(6, 4), torch.randn(6, 4)
+    >>> offsets, index = differences((2, 3))
+    >>> q, bias = four_terms(a, sinusoidal(offsets, 4), index, content=torch.zeros(4), place=torch.zeros(4))
+    >>> from headwise.operators import softmax
+    >>> softmax(q, c, scale=1.0, bias=bias).shape
+    torch.Size([6, 6])
+    """
+    same_kind("four_terms", a=a, encodings=encodings, content=content, place=place)
+    same_axis(
+        "four_terms",
+        "k",
+        a=a.shape[-1],
+        encodings=encodings.shape[-1],
+        content=content.shape[-1],
+        place=place.shape[-1],
+    )
+    same_axis("four_terms", "m", a=a.shape[-2], index=index.shape[-2])
+    if not torch.compiler.is_compiling() and int(index.max()) >= encodings.shape[-2]:
+        raise ShapeError(
+            f"four_terms: index names difference {int(index.max())}, but there are {encodings.shape[-2]} encodings"
+        )
+    by_difference = (a + place.unsqueeze(-2)) @ encodings.mT  # (*batch, m, t)
+    index = index.to(a.device).expand(*by_difference.shape[:-2], *index.shape)
+    return a + content.unsqueeze(-2), by_difference.gather(-1, index)
