@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.errors import DtypeError, ShapeError
+from headwise.linalg.krylov import Spectrum, singular_values
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.scores import WIDEST, Scores, attend, attend_with_lse, row_maxima
@@ -45,15 +47,24 @@ class Softmax(AttentionOperator):
 
     def adjoint(self, u: Tensor) -> Tensor:
         """P^T u is attention again: columns become rows of S^T - lse, whose own log-sum-exps are P's column sums."""
-        compute = torch.promote_types(u.dtype, torch.float32)  # lse is not a half-precision number
-        scores = self._in(compute)
-        _, lse = attend_with_lse(scores, scores.k)
+        scores = self._in(torch.promote_types(u.dtype, torch.float32))  # lse is not a half-precision number
+        return self._adjoint_with(scores, attend_with_lse(scores, scores.k)[1], u)
+
+    def _adjoint_with(self, scores: Scores, lse: Tensor, u: Tensor) -> Tensor:
         # a silenced row is masked in every column already, so any finite value will do in its place
         turned = scores.transposed(minus=lse.masked_fill(lse == -math.inf, 0))
-        u = u.to(compute)
+        u = u.to(scores.q.dtype)
         out, log_sums = attend_with_lse(turned, u if scores.ahead is None else u.flip(-2))
         out = out * log_sums.exp().unsqueeze(-1)
         return (out if scores.ahead is None else out.flip(-2)).to(self.like.dtype)
+
+    def spectrum(self, r: int, *, generator: torch.Generator | None = None) -> Spectrum:
+        """As for every operator, but the log-sum-exps are found once for all adjoints: a third of the sweeps saved."""
+        with torch.no_grad():
+            scores = self._in(torch.promote_types(self.like.dtype, torch.float32))
+            lse = attend_with_lse(scores, scores.k)[1]
+        adjoint = partial(self._adjoint_with, scores, lse)
+        return singular_values(self.apply, adjoint, self.shape, r, like=self.like, generator=generator)
 
     def dense(self, like: Tensor | None = None) -> Tensor:
         p = torch.softmax(self.scores.dense(), dim=-1)
