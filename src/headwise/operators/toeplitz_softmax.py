@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.operators import toeplitz
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.row_blocks import adjoint_rows, apply_rows
+from headwise.operators.toeplitz import by_fourier, check_weights, fourier_cost, is_short, windows
 from headwise.operators.visibility import Visibility, share_between_heads, visibility
 from headwise.shapes import all_finite, broadcast_batch
 
@@ -58,7 +58,7 @@ class ToeplitzSoftmax(AttentionOperator):
             return apply_rows(self._rows(dtype), self.shape, x).to(v.dtype)
         w, sums = self._weights()
         x = self.seen.hide(v).to(torch.float64)
-        return (toeplitz.by_fourier(w, x, self.seen.m) / sums).to(v.dtype)
+        return (by_fourier(w, x, self.seen.m) / sums).to(v.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """M W^T (u / C): the transpose of W is Toeplitz again, its weights reversed."""
@@ -67,7 +67,7 @@ class ToeplitzSoftmax(AttentionOperator):
             out = adjoint_rows(self._rows(dtype), self.shape, u.to(dtype))
         else:
             w, sums = self._weights()
-            out = toeplitz.by_fourier(w.flip(-1), u.to(torch.float64) / sums, self.seen.n)
+            out = by_fourier(w.flip(-1), u.to(torch.float64) / sums, self.seen.n)
         return self.seen.hide(out).to(u.dtype)
 
     def dense(self, like: Tensor | None = None) -> Tensor:
@@ -86,13 +86,13 @@ class ToeplitzSoftmax(AttentionOperator):
         if not self.fourier:
             return Cost(m * n * d, m * n).times(batch)
         # the transform of w is shared by sums and values, but they are two calls
-        return (toeplitz.fourier_cost(m, n, d) + toeplitz.fourier_cost(m, n, 1)).times(batch)
+        return (fourier_cost(m, n, d) + fourier_cost(m, n, 1)).times(batch)
 
     def _rows(self, dtype: torch.dtype):
         m, n = self.seen.m, self.seen.n
 
         def rows(start: int, stop: int) -> Tensor:
-            scores = toeplitz.windows(self.logits.to(dtype), m, n, start, stop)
+            scores = windows(self.logits.to(dtype), m, n, start, stop)
             scores = scores.masked_fill(~self.seen.rows(start, stop, scores.device), -math.inf)
             weights = (scores - _top(scores)).exp()
             # the largest weight of a row that sees anything is 1, so only an empty row is clamped
@@ -114,7 +114,7 @@ def _weights_and_sums(logits: Tensor, seen: Visibility) -> tuple[Tensor, Tensor,
     # half and single precision have 2^29 of float64's roundings to spare; among float64's own, 64 are allowed
     bearable = 2.0**6 if logits.dtype == torch.float64 else 2.0**24
     least = w.norm(dim=-1, keepdim=True).unsqueeze(-1) * (math.sqrt(seen.n) / bearable)
-    return w, toeplitz.by_fourier(w, mask, seen.m), least
+    return w, by_fourier(w, mask, seen.m), least
 
 
 def _top(scores: Tensor) -> Tensor:
@@ -128,11 +128,11 @@ def _empty_rows(logits: Tensor, seen: Visibility) -> Tensor:
     # a count by transform errs by far less than 1/2
     looked_at = (logits.detach() > -math.inf).to(torch.float64)
     mask = seen.hide(torch.ones(seen.n, 1, dtype=torch.float64, device=logits.device))
-    return toeplitz.by_fourier(looked_at, mask, seen.m).squeeze(-1) < 0.5
+    return by_fourier(looked_at, mask, seen.m).squeeze(-1) < 0.5
 
 
 def _bears_transforms(logits: Tensor, seen: Visibility) -> bool:
-    if min(seen.m, seen.n) <= toeplitz.SHORT or torch.compiler.is_compiling():
+    if is_short(seen.m, seen.n) or torch.compiler.is_compiling():
         return False
     with torch.no_grad():
         _, sums, least = _weights_and_sums(logits, seen)
@@ -152,7 +152,7 @@ def toeplitz_softmax(
             [0.5000, 0.5000]])
     """
     owner = "ToeplitzSoftmax"
-    toeplitz.check_weights(owner, logits, m, n)
+    check_weights(owner, logits, m, n)
     # -inf is a mask; NaN and +inf are mistakes
     all_finite(owner, logits=logits.clamp(min=torch.finfo(logits.dtype).min))
     if padding is not None:
