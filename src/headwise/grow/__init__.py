@@ -1,5 +1,6 @@
 """Find heads whose query/key width is too small, and add the best dimensions."""
 
+from headwise.grow.adopt import adopt
 from headwise.grow.event import GrowthEvent, HeadChange, HeadScore
 from headwise.grow.grower import Grower
 from headwise.grow.refit import refit
@@ -12,6 +13,7 @@ __all__ = [
     "HeadChange",
     "HeadScore",
     "Problem",
+    "adopt",
     "closed_form",
     "fisher_form",
     "refit",

@@ -231,8 +231,8 @@ class Grower:
                 continue
             gram_q, gram_k = statistics.means()
             shares = statistics.shares
-            scale = shares.clamp(min=torch.finfo(shares.dtype).tiny)[:, None, None, None].to(statistics.folds)
-            folds = statistics.folds / scale
+            # a fold that saw nothing stays zero, and has no weight
+            folds = statistics.folds / shares.where(shares > 0, torch.ones_like(shares))[:, None, None, None]
             for head in range(self.layers[name].heads):
                 present = factors(self.layers[name], head)
                 problems[name, head] = Problem(folds[:, head : head + 1], shares, present, gram_q, gram_k)

@@ -64,12 +64,13 @@ def install(layer: MultiHead, grown: Mapping[int, Factors]) -> Installed:
     sizes = tuple(grown[h].width if h in grown else k for h, k in enumerate(widths))
     after = {}
     for name, old in before.items():
-        rows = [
-            _rows(grown[h], name, old).to(old) if h in grown else old.detach()[rows]
-            for h, rows in enumerate(head_slices(widths))
-        ]
         if name == ("key", "bias"):
             rows = [_kept_bias(old.detach()[s], k) for s, k in zip(head_slices(widths), sizes, strict=True)]
+        else:
+            rows = [
+                _rows(grown[h], name, old).to(old) if h in grown else old.detach()[s]
+                for h, s in enumerate(head_slices(widths))
+            ]
         after[name] = nn.Parameter(torch.cat(rows).to(old), requires_grad=old.requires_grad)
     _set(layer, sizes, after)
     return Installed(layer, widths, before, after)

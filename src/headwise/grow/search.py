@@ -155,8 +155,9 @@ def _ladder(weights: Callable[[float], dict[Key, Factors]], at: Callable[..., Fo
             if worse == 2:
                 break
     assert best is not None
-    for factor in (2**-0.5, 2**0.5):
-        point = at(best.tau * factor, weights(best.tau * factor))
+    middle = best.tau
+    for tau in (middle * 2**-0.5, middle * 2**0.5):
+        point = at(tau, weights(tau))
         best = point if point.loss < best.loss else best
     return best
 

@@ -30,7 +30,7 @@ class _Pass:
     """One forward pass, filled in as it goes."""
 
     x: Tensor
-    context: Tensor
+    context: Tensor | None = None
     operator: AttentionOperator | None = None
     values: Tensor | None = None
     outputs: Tensor | None = None
@@ -43,11 +43,11 @@ class _Seen:
     by_dot_product = True
 
     def __init__(self, build: Builder, watch: Watch) -> None:
-        self.build, self.watch = build, watch
+        self.build, self.note = build, torch.compiler.disable(watch.saw_operator)
 
     def __call__(self, q: Tensor, k: Tensor, **masks: Any) -> AttentionOperator:
         operator = self.build(q, k, **masks)
-        self.watch.saw_operator(operator)
+        self.note(operator)
         return operator
 
 
@@ -67,33 +67,31 @@ class Watch:
         self._open: _Pass | None = None
         self._original = layer.build
         layer.build = _Seen(layer.build, self)
+        outside: Any = torch.compiler.disable  # notes are taken between compiled graphs, not in them
         self._hooks = [
-            layer.register_forward_pre_hook(self._entered, with_kwargs=True),
-            layer.value.register_forward_hook(self._valued),
-            layer.out.register_forward_pre_hook(self._left),
+            layer.query.register_forward_pre_hook(outside(self._asked)),
+            layer.key.register_forward_pre_hook(outside(self._keyed)),
+            layer.value.register_forward_hook(outside(self._valued)),
+            layer.out.register_forward_pre_hook(outside(self._left)),
         ]
 
-    @torch.compiler.disable
-    def _entered(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.paused or not torch.is_grad_enabled():
-            return
-        x = args[0] if args else kwargs["x"]
-        context = args[1] if len(args) > 1 else kwargs.get("context")
-        keys = context[0] if isinstance(context, tuple) else context
-        self._open = _Pass(x.detach(), (x if keys is None else keys).detach())
+    def _asked(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        # a pass begins with its queries; one that never came to its output was only looked at
+        self._open = None if self.paused or not torch.is_grad_enabled() else _Pass(args[0].detach())
 
-    @torch.compiler.disable
+    def _keyed(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if self._open is not None:
+            self._open.context = args[0].detach()
+
     def saw_operator(self, operator: AttentionOperator) -> None:
         if self._open is not None:
             # detached: a note must not keep the graph alive
             self._open.operator = _flat(operator) if isinstance(operator, Softmax) else operator
 
-    @torch.compiler.disable
     def _valued(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if self._open is not None:
             self._open.values = output.detach()
 
-    @torch.compiler.disable
     def _left(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         current, self._open = self._open, None
         outputs = args[0]
@@ -119,6 +117,7 @@ class Watch:
 
     def _call(self, p: _Pass) -> Call:
         operator = p.operator
+        assert p.context is not None
         assert p.values is not None
         assert p.outputs is not None
         assert p.gradient is not None
