@@ -73,7 +73,9 @@ class Case:
     def matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The twin's P of these tensors; without a twin, the operator's own in float64."""
         double = {name: x.double() if x.dtype.is_floating_point else x for name, x in tensors.items()}
-        return self.build(**double).dense() if self.reference is None else self.reference(**double)
+        if self.reference is not None:
+            return self.reference(**double)
+        return self.build(**double).dense(torch.empty(0, dtype=torch.float64))
 
     def widths(self) -> list[int]:
         """Value widths to try: one column, the key width (fused attention has a fast path there), past twice it."""
