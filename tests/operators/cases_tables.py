@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from headwise.operators.efficient import efficient
-from headwise.operators.efficient_causal import efficient_causal
+from headwise.operators.factored import factored
+from headwise.operators.fixed import fixed, fixed_steps
+from headwise.operators.projected import projected
+from headwise.operators.projections import convolution, count_sketch, dense, hadamard, identity, pooling
+from headwise.operators.strided import strided, strided_steps
 from headwise.operators.window import window
 from headwise.testing import Case
 from headwise.testing import references_sparse as twins
@@ -14,6 +18,7 @@ PADDING = torch.arange(9) < torch.tensor([[9], [5]])
 SELF = {"q": (2, 3, 9, 4), "k": (2, 3, 9, 4)}
 LONG = {"q": (1, 2, 150, 4), "k": (1, 2, 150, 4)}
 EARLY = {"q": (2, 3, 9, 4), "k": (2, 3, 5, 4)}
+LARGER = {"q": (1, 2, 19, 4), "k": (1, 2, 19, 4)}
 LATE = {"q": (2, 3, 5, 4), "k": (2, 3, 9, 4)}
 
 
@@ -24,8 +29,45 @@ def both(name: str, builder, twin, inputs, *args, **options) -> Case:
     return Case(name, lambda q, k: builder(q, k, *args, **options), inputs, lambda q, k: twin(q, k, *args, **slow))
 
 
-def causal(twin):
-    return lambda q, k, **options: twin(q, k, causal=True, **options)
+SKETCH = count_sketch(9, 4, generator=torch.Generator().manual_seed(0))
+MIXED = hadamard(9, 4, generator=torch.Generator().manual_seed(0))
+FIXED = {  # projections without parameters, and the matrices they stand for
+    "identity": (identity(9), twins.projection("identity", 9)),
+    "pooling": (pooling(9, 2), twins.projection("pooling", 9, size=2)),
+    "count sketch": (SKETCH, twins.projection("count_sketch", 9, slot=SKETCH.slot, sign=SKETCH.sign, r=4)),
+    "Hadamard": (MIXED, twins.projection("hadamard", 9, sign=MIXED.sign, rows=MIXED.rows)),
+}
+
+
+def shortening(name: str, builder, twin) -> list[Case]:
+    """`factored` and `projected` with every kind of projection, learned ones as inputs that have gradients."""
+    learned = {**LATE, "e": (3, 4, 9), "f": (4, 9)}
+    cases = [
+        Case(f"{name}, learned", lambda q, k, e, f: builder(q, k, dense(e), dense(f)), learned, twin),
+        Case(
+            f"{name}, learned, padding",
+            lambda q, k, e, f: builder(q, k, dense(e), dense(f), padding=PADDING),
+            learned,
+            lambda q, k, e, f: twin(q, k, e, f, padding=PADDING[:, None]),
+        ),
+        Case(
+            f"{name}, convolution",
+            lambda q, k, w: builder(q, k, convolution(9, 2, w)),
+            {**LATE, "w": torch.tensor([0.5, -0.2, 0.7])},
+            lambda q, k, w: twin(q, k, *[twins.projection("convolution", 9, stride=2, weight=w)] * 2),
+        ),
+    ]
+    for kind, (e, matrix) in FIXED.items():
+        mean = {"mean": True} if kind in ("pooling", "identity") else {}
+        cases += [
+            Case(
+                f"{name}, {kind}, padding",
+                lambda q, k, e=e: builder(q, k, e, padding=PADDING),
+                LATE,
+                lambda q, k, e=matrix, mean=mean: twin(q, k, e, e, padding=PADDING[:, None], **mean),
+            )
+        ]
+    return cases
 
 
 TABLE_CASES = [
@@ -40,8 +82,22 @@ TABLE_CASES = [
     both("window, causal, padding", window, twins.window, SELF, 3, padding=PADDING.flip(-1), causal=True),
     both("efficient", efficient, twins.efficient, LATE),
     both("efficient, padding", efficient, twins.efficient, LATE, padding=PADDING, scale=1.0),
-    both("efficient, causal", efficient_causal, causal(twins.efficient), SELF),
-    both("efficient, causal, blocks", efficient_causal, causal(twins.efficient), LONG),
-    both("efficient, causal, late queries", efficient_causal, causal(twins.efficient), LATE, padding=PADDING),
-    both("efficient, causal, early queries", efficient_causal, causal(twins.efficient), EARLY, padding=PADDING[:, 4:]),
+    both("efficient, causal", efficient, twins.efficient, SELF, causal=True),
+    both("efficient, causal, blocks", efficient, twins.efficient, LONG, causal=True),
+    both("efficient, causal, late queries", efficient, twins.efficient, LATE, causal=True, padding=PADDING),
+    both("efficient, causal, early queries", efficient, twins.efficient, EARLY, causal=True, padding=PADDING[:, 4:]),
+    *shortening("factored", factored, twins.factored),
+    *shortening("projected", projected, twins.projected),
+    both("strided", strided, twins.strided, LARGER, 3),
+    both("strided, causal", strided, twins.strided, LARGER, 4, causal=True),
+    both("strided, steps", strided_steps, twins.strided_steps, SELF, 3),
+    both("strided, steps, causal", strided_steps, twins.strided_steps, SELF, 3, causal=True),
+    both("strided, padding", strided, twins.strided, SELF, 4, padding=PADDING),
+    both("strided, causal, padding", strided, twins.strided, SELF, 2, causal=True, padding=PADDING.flip(-1)),
+    both("fixed", fixed, twins.fixed, LARGER, 3),
+    both("fixed, causal", fixed, twins.fixed, LARGER, 4, causal=True),
+    both("fixed, causal, summaries", fixed, twins.fixed, LARGER, 4, 2, causal=True),
+    both("fixed, steps", fixed_steps, twins.fixed_steps, SELF, 3),
+    both("fixed, steps, causal", fixed_steps, twins.fixed_steps, SELF, 3, 2, causal=True),
+    both("fixed, padding", fixed, twins.fixed, SELF, 4, 2, padding=PADDING),
 ]

@@ -24,7 +24,7 @@ def test_no_look_ahead() -> None:
     assert_no_look_ahead(efficient_causal, 140)
 
 
-@pytest.mark.parametrize("build", [efficient, efficient_causal])
+@pytest.mark.parametrize("build", [efficient, efficient_causal], ids=["plain", "causal"])
 def test_padding_is_absence(build) -> None:
     assert_padding_is_absence(build, 150, 131)
 
@@ -50,7 +50,7 @@ def test_keys_that_rise_too_far_are_refused() -> None:
     k = torch.zeros(10, 4)
     k[5:] = 130
     with pytest.raises(
-        NonFiniteError, match="rises by 130 within 64 positions .* hold 120 and 600; use a smaller scale"
+        NonFiniteError, match=r"rises by 130 within 64 positions .* hold 120 and 600; use a smaller scale"
     ):
         efficient_causal(k, k, scale=1.0)
     efficient_causal(k.double(), k.double(), scale=1.0)
@@ -65,7 +65,7 @@ def test_all_padding_gives_zeros() -> None:
         assert "STOCHASTIC" not in {claim.name for claim in op.claims}
 
 
-@pytest.mark.parametrize("build", [efficient, efficient_causal])
+@pytest.mark.parametrize("build", [efficient, efficient_causal], ids=["plain", "causal"])
 def test_no_square_is_formed(build) -> None:
     assert_no_square(build)
 
@@ -73,5 +73,5 @@ def test_no_square_is_formed(build) -> None:
 def test_refusals() -> None:
     with pytest.raises(ShapeError, match="Efficient: axis 'k' must agree, but q has 4, k has 3"):
         efficient(torch.zeros(5, 4), torch.zeros(5, 3))
-    with pytest.raises(ShapeError, match="EfficientCausal: scale must be a positive number, but is -1.0"):
+    with pytest.raises(ShapeError, match="EfficientCausal: scale must be a positive number, but is -1"):
         efficient_causal(torch.zeros(5, 4), torch.zeros(5, 4), scale=-1)

@@ -17,6 +17,7 @@ from headwise.cost import Cost
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.double_softmax import double_softmax, double_softmax_adjoint
+from headwise.operators.efficient_causal import EfficientCausal, efficient_causal
 from headwise.operators.pair import Pair, pair
 
 
@@ -55,13 +56,17 @@ class Efficient(AttentionOperator):
         return Cost((self.both.m + self.both.n) * k * d, (self.both.m + self.both.n) * k + k * d, 2).times(copies)
 
 
-def efficient(q: Tensor, k: Tensor, *, scale: float | None = None, padding: Tensor | None = None) -> Efficient:
+def efficient(
+    q: Tensor, k: Tensor, *, scale: float | None = None, causal: bool = False, padding: Tensor | None = None
+) -> Efficient | EfficientCausal:
     """P = softmax_features(scale q) softmax_keys(scale k)^T; scale 1/sqrt(k) by default, `padding` True at real keys.
 
-    q and k are equally wide; `efficient_causal` is the form in which no query sees a later key.
+    Causal, row i sees columns j <= i + n - m: the softmax over keys has another normaliser in every row.
 
     >>> P = efficient(torch.zeros(2, 4), torch.zeros(3, 4))
     >>> P(torch.tensor([[3.0], [0.0], [0.0]])).flatten().tolist()
     [1.0, 1.0]
     """
+    if causal:
+        return efficient_causal(q, k, scale=scale, padding=padding)
     return Efficient(pair("Efficient", q, k, scale=scale, padding=padding))

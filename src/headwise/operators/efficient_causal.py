@@ -116,12 +116,14 @@ def reference(keys: Tensor, hidden: Tensor) -> Tensor:
 
 def running_maximum(keys: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Of each feature over all real keys up to the first and up to the last of each block, (*batch, t, 1, k)."""
-    keys = keys.detach().masked_fill(hidden, -math.inf)
-    # where no key has been seen yet any finite number will do: there the least of all, or zero
+    keys = keys.detach()
     least = keys.masked_fill(hidden, math.inf).amin((-3, -2), keepdim=True)
+    # where no key has been seen yet any finite number will do: there the least of all, or zero
     least = least.masked_fill(least == math.inf, 0)
-    running = torch.maximum(keys, least).flatten(-3, -2).cummax(-2).values.unflatten(-2, keys.shape[-3:-1])
-    return running[..., :1, :], running[..., -1:, :]
+    keys = torch.where(hidden, least, keys)
+    last = keys.amax(-2, keepdim=True).cummax(-3).values
+    before = torch.cat([least, last[..., :-1, :, :]], dim=-3)
+    return torch.maximum(before, keys[..., :1, :]), last
 
 
 def efficient_causal(
@@ -155,8 +157,8 @@ def _check_range(both: Pair) -> None:
         return
     if rise > RISE[compute] or span > RANGE:
         raise NonFiniteError(
-            f"EfficientCausal: a key feature times scale rises by {rise:.0f} within {BLOCK} positions and by {span:.0f} "
-            f"in all, but running sums in {compute} hold {RISE[compute]:.0f} and {RANGE:.0f}; use a smaller scale"
+            f"EfficientCausal: a key feature times scale rises by {rise:.0f} within {BLOCK} positions and by "
+            f"{span:.0f} in all, but running sums in {compute} hold {RISE[compute]:.0f} and {RANGE:.0f}; use a smaller scale"
         )
 
 

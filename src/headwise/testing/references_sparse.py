@@ -65,3 +65,110 @@ def efficient(
         weights = weights / weights.sum(-2, keepdim=True).masked_fill(~seen.any(-2, keepdim=True), 1.0)
         rows.append((features[..., i, None, :] * weights).sum(-1))
     return torch.stack(rows, dim=-2)
+
+
+def projection(kind: str, n: int, **parts: object) -> Tensor:
+    """E (r, n) entry by entry, for every kind of projection.
+
+    pooling: size.  count_sketch: slot, sign, r.  convolution: stride, weight.  hadamard: sign, rows.
+    """
+    if kind == "identity":
+        return torch.eye(n, dtype=torch.float64)
+    if kind == "pooling":
+        size = int(parts["size"])  # type: ignore[call-overload]
+        e = torch.zeros(math.ceil(n / size), n, dtype=torch.float64)
+        for j in range(n):
+            e[j // size, j] = 1 / min(size, n - (j // size) * size)
+        return e
+    if kind == "count_sketch":
+        slot, sign = parts["slot"], parts["sign"]
+        e = torch.zeros(int(parts["r"]), n, dtype=torch.float64)  # type: ignore[call-overload]
+        for j in range(n):
+            e[int(slot[j]), j] = float(sign[j])  # type: ignore[index]
+        return e
+    if kind == "convolution":
+        stride, weight = int(parts["stride"]), parts["weight"]  # type: ignore[call-overload]
+        rows = []
+        for t in range(math.ceil(n / stride)):
+            inside = [0 <= j - t * stride < weight.shape[0] for j in range(n)]  # type: ignore[attr-defined]
+            row = [weight[j - t * stride] if inside[j] else weight[0] * 0 for j in range(n)]  # type: ignore[index]
+            rows.append(torch.stack(row))
+        return torch.stack(rows).double()
+    if kind == "hadamard":
+        sign, rows = parts["sign"], parts["rows"]
+        e = torch.zeros(len(rows), n, dtype=torch.float64)  # type: ignore[arg-type]
+        for t, row in enumerate(rows):  # type: ignore[arg-type]
+            for j in range(n):
+                e[t, j] = float(sign[j]) * (-1) ** bin(int(row) & j).count("1") / math.sqrt(len(rows))  # type: ignore
+        return e
+    raise ValueError(kind)
+
+
+def masked_projection(e: Tensor, padding: Tensor | None, *, mean: bool = False) -> tuple[Tensor, Tensor | None]:
+    """E with the columns of missing keys zero (means renewed), and which slots are not empty."""
+    if padding is None:
+        return e, None
+    kept = e * padding.unsqueeze(-2)
+    if mean:
+        kept = kept / kept.sum(-1, keepdim=True).masked_fill(kept.sum(-1, keepdim=True) == 0, 1.0)
+    return kept, ((e != 0) & padding.unsqueeze(-2)).any(-1)
+
+
+def factored(
+    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, padding: Tensor | None = None, mean: bool = False
+) -> Tensor:
+    """P = softmax_features(s q) softmax_slots(s E k)^T F"""
+    e, filled = masked_projection(e.double(), padding, mean=mean)
+    f, also = masked_projection(f.double(), padding, mean=mean)
+    filled = None if filled is None or also is None else filled & also
+    return efficient(q, e @ k.double(), padding=filled) @ f
+
+
+def projected(
+    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, padding: Tensor | None = None, mean: bool = False
+) -> Tensor:
+    """P = softmax_slots(s q (E k)^T) F"""
+    e, filled = masked_projection(e.double(), padding, mean=mean)
+    f, also = masked_projection(f.double(), padding, mean=mean)
+    filled = None if filled is None or also is None else filled & also
+    return softmax_over(q, e @ k.double(), lambda i, j: True, padding=filled) @ f
+
+
+def strided(q: Tensor, k: Tensor, stride: int, *, causal: bool = False, padding: Tensor | None = None) -> Tensor:
+    """Query i sees j with |i - j| <= stride or (i - j) % stride = 0."""
+
+    def allowed(i: int, j: int) -> bool:
+        return (abs(i - j) <= stride or (i - j) % stride == 0) and (not causal or j <= i)
+
+    return softmax_over(q, k, allowed, padding=padding)
+
+
+def strided_steps(q: Tensor, k: Tensor, stride: int, *, causal: bool = False, padding: Tensor | None = None) -> Tensor:
+    """P_columns P_local"""
+    along = softmax_over(q, k, lambda i, j: (i - j) % stride == 0 and (not causal or j <= i), padding=padding)
+    local = softmax_over(q, k, lambda i, j: abs(i - j) <= stride and (not causal or j <= i), padding=padding)
+    return along @ local
+
+
+def fixed(
+    q: Tensor, k: Tensor, block: int, summaries: int = 1, *, causal: bool = False, padding: Tensor | None = None
+) -> Tensor:
+    """Query i sees its own block and the last `summaries` keys of every whole block."""
+
+    def allowed(i: int, j: int) -> bool:
+        return (j // block == i // block or j % block >= block - summaries) and (not causal or j <= i)
+
+    return softmax_over(q, k, allowed, padding=padding)
+
+
+def fixed_steps(
+    q: Tensor, k: Tensor, block: int, summaries: int = 1, *, causal: bool = False, padding: Tensor | None = None
+) -> Tensor:
+    """P_summaries P_own: a step over the own block, then one over itself and the summaries of other blocks."""
+    own = softmax_over(q, k, lambda i, j: j // block == i // block and (not causal or j <= i), padding=padding)
+
+    def across(i: int, j: int) -> bool:
+        other = j // block != i // block and j % block >= block - summaries
+        return j == i or (other and (not causal or j <= i))
+
+    return softmax_over(q, k, across, padding=padding) @ own

@@ -1,0 +1,361 @@
+"""E in R^(r x n), which shortens a sequence of n keys to r slots: dense and learned, or so sparse that it costs O(n d).
+
+    Identity      r = n
+    Dense         any matrix, learned (Linformer, Wang et al. 2020); O(n r d)
+    Pooling       means of `size` consecutive positions; O(n d)
+    CountSketch   one random sign a position, added into a random slot (Charikar et al. 2002); O(n d)
+    Convolution   weights of a short filter that moves on by `stride`; O(n d) for a filter as long as its stride
+    Hadamard      r random rows of the Walsh-Hadamard transform after random signs, times 1/sqrt(r); O(n d log n)
+
+With padding, missing rows count as zeros (a mean is over those that are there), and a slot none of whose positions is
+there is empty.  Randomness is drawn when a projection is made.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.errors import ShapeError
+
+
+class Projection(ABC):
+    """A linear map of sequences (*batch, n, c) -> (*batch, r, c)."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """r"""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """n"""
+
+    @abstractmethod
+    def apply(self, x: Tensor) -> Tensor:
+        """E x"""
+
+    @abstractmethod
+    def adjoint(self, y: Tensor) -> Tensor:
+        """E^T y"""
+
+    @abstractmethod
+    def multiply_adds(self, columns: int) -> int:
+        """Of one `apply` to `columns` columns in all, batch axes included."""
+
+    def adjoint_multiply_adds(self, columns: int) -> int:
+        return self.multiply_adds(columns)
+
+    @abstractmethod
+    def support(self, keep: Tensor) -> Tensor:
+        """keep (*batch, n) -> (*batch, r), True at slots that have at least one position that is there."""
+
+    @property
+    def averages(self) -> bool:
+        """Rows are >= 0 and sum to 1, so that P stays stochastic."""
+        return False
+
+    @property
+    def batch(self) -> torch.Size:
+        return torch.Size()
+
+    def counts(self, keep: Tensor) -> Tensor | None:
+        """What a mean over those that are there is divided by, in units of a full mean; None for sums."""
+        return None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Identity(Projection):
+    """E = I."""
+
+    n: int
+
+    @property
+    def slots(self) -> int:
+        return self.n
+
+    @property
+    def length(self) -> int:
+        return self.n
+
+    @property
+    def averages(self) -> bool:
+        return True
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        return y
+
+    def multiply_adds(self, columns: int) -> int:
+        return 0
+
+    def support(self, keep: Tensor) -> Tensor:
+        return keep
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Dense(Projection):
+    """E = matrix (*batch, r, n); with heads as the last batch axis, (h, r, n) is one for each head."""
+
+    matrix: Tensor
+
+    @property
+    def slots(self) -> int:
+        return self.matrix.shape[-2]
+
+    @property
+    def length(self) -> int:
+        return self.matrix.shape[-1]
+
+    @property
+    def batch(self) -> torch.Size:
+        return self.matrix.shape[:-2]
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.matrix.to(x.dtype) @ x
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        return self.matrix.to(y.dtype).mT @ y
+
+    def multiply_adds(self, columns: int) -> int:
+        return self.slots * self.length * columns
+
+    def support(self, keep: Tensor) -> Tensor:
+        return ((self.matrix.detach() != 0) & keep.unsqueeze(-2)).any(-1)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Pooling(Projection):
+    """E_tj = 1 / (positions in segment t) for the `size` positions j of segment t; the last may be shorter."""
+
+    n: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        return self.n
+
+    @property
+    def slots(self) -> int:
+        return -(-self.length // self.size)
+
+    @property
+    def averages(self) -> bool:
+        return True
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._segments(x).sum(-2) / self._sizes(x)
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        return (y / self._sizes(y)).repeat_interleave(self.size, dim=-2)[..., : self.length, :]
+
+    def multiply_adds(self, columns: int) -> int:
+        return self.slots * self.size * columns
+
+    def adjoint_multiply_adds(self, columns: int) -> int:
+        return 0  # copies
+
+    def support(self, keep: Tensor) -> Tensor:
+        return self._segments(keep.unsqueeze(-1)).any(-2).squeeze(-1)
+
+    def counts(self, keep: Tensor) -> Tensor:
+        there = self._segments(keep.unsqueeze(-1)).sum(-2).squeeze(-1)
+        return there.clamp(min=1) / self._sizes(keep).squeeze(-1)
+
+    def _segments(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, self.slots * self.size - self.length)).unflatten(-2, (self.slots, self.size))
+
+    def _sizes(self, x: Tensor) -> Tensor:
+        starts = torch.arange(0, self.length, self.size, device=x.device)
+        return (self.length - starts).clamp(max=self.size).unsqueeze(-1)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class CountSketch(Projection):
+    """E_tj = sign_j where slot_j = t, else 0: one number a column, E^T E = I in expectation."""
+
+    slot: Tensor  # (n,), integers below r
+    sign: Tensor  # (n,), +1 or -1
+    r: int
+
+    @property
+    def slots(self) -> int:
+        return self.r
+
+    @property
+    def length(self) -> int:
+        return self.slot.shape[0]
+
+    def apply(self, x: Tensor) -> Tensor:
+        empty = x.new_zeros(*x.shape[:-2], self.slots, x.shape[-1])
+        return empty.index_add(-2, self.slot, x * self.sign.to(x.dtype).unsqueeze(-1))
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        return y.index_select(-2, self.slot) * self.sign.to(y.dtype).unsqueeze(-1)
+
+    def multiply_adds(self, columns: int) -> int:
+        return self.length * columns
+
+    def support(self, keep: Tensor) -> Tensor:
+        empty = torch.zeros(*keep.shape[:-1], self.slots, device=keep.device)
+        return empty.index_add(-1, self.slot, keep.float()) > 0
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Convolution(Projection):
+    """E_tj = weight_(j - t stride): a filter of w numbers that moves on by `stride`; r = ceil(n / stride).
+
+    Positions beyond the end count as zeros.  `weight` is (w,), the same for every feature.
+    """
+
+    n: int
+    stride: int
+    weight: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.n
+
+    @property
+    def slots(self) -> int:
+        return -(-self.length // self.stride)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return (self._windows(x) * self.weight.to(x.dtype)).sum(-1)
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        return torch.func.vjp(self.apply, y.new_zeros(*y.shape[:-2], self.length, y.shape[-1]))[1](y)[0]
+
+    def multiply_adds(self, columns: int) -> int:
+        return self.slots * self.weight.shape[0] * columns
+
+    def support(self, keep: Tensor) -> Tensor:
+        there = self._windows(keep.float().unsqueeze(-1)).squeeze(-2)
+        return (there * (self.weight.detach() != 0)).sum(-1) > 0
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """(*batch, n, c) -> (*batch, r, c, w)"""
+        width = self.weight.shape[0]
+        reach = (self.slots - 1) * self.stride + width
+        x = F.pad(x, (0, 0, 0, max(0, reach - self.length)))[..., :reach, :]
+        return x.unfold(-2, width, self.stride)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Hadamard(Projection):
+    """E = 1/sqrt(r) R W D: random signs D, the Walsh-Hadamard transform W of +1 and -1, r of its rows R.
+
+    Sequences are filled with zeros up to a power of two.  Ailon & Chazelle 2006 (the subsampled form).
+    """
+
+    sign: Tensor  # (n,), +1 or -1
+    rows: Tensor  # (r,), rows of W
+
+    @property
+    def slots(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.sign.shape[0]
+
+    @property
+    def steps(self) -> int:
+        return max(1, (self.length - 1).bit_length())
+
+    def apply(self, x: Tensor) -> Tensor:
+        x = x * self.sign.to(x.dtype).unsqueeze(-1)
+        x = self._transform(F.pad(x, (0, 0, 0, (1 << self.steps) - self.length)))
+        return x.index_select(-2, self.rows) / math.sqrt(self.slots)
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        empty = y.new_zeros(*y.shape[:-2], 1 << self.steps, y.shape[-1])
+        y = self._transform(empty.index_add(-2, self.rows, y / math.sqrt(self.slots)))
+        return y[..., : self.length, :] * self.sign.to(y.dtype).unsqueeze(-1)
+
+    def _transform(self, x: Tensor) -> Tensor:
+        """W x for x (*batch, 2^steps, c): one butterfly a bit."""
+        for bit in range(self.steps):
+            even, odd = x.unflatten(-2, (-1, 2, 1 << bit)).unbind(-3)
+            x = torch.stack([even + odd, even - odd], dim=-3).flatten(-4, -2)
+        return x
+
+    def multiply_adds(self, columns: int) -> int:
+        return self.length * columns  # signs; the butterflies only add
+
+    def support(self, keep: Tensor) -> Tensor:
+        return keep.any(-1, keepdim=True).expand(*keep.shape[:-1], self.slots)
+
+
+def identity(n: int) -> Identity:
+    return Identity(n)
+
+
+def dense(matrix: Tensor) -> Dense:
+    """A projection given as a matrix (*batch, r, n), learned or not."""
+    if matrix.dim() < 2 or 0 in matrix.shape:
+        raise ShapeError(f"Dense: matrix must be (*batch, r, n), but has shape {tuple(matrix.shape)}")
+    if matrix.shape[-2] > matrix.shape[-1]:
+        r, n = matrix.shape[-2:]
+        raise ShapeError(f"Dense: r = {r} slots for n = {n} keys shorten nothing; use r <= n, or identity({n})")
+    return Dense(matrix)
+
+
+def pooling(n: int, size: int) -> Pooling:
+    """Means of `size` consecutive positions: r = ceil(n / size)."""
+    _positive("Pooling", n=n, size=size)
+    return Pooling(n, min(size, n))
+
+
+def count_sketch(n: int, r: int, *, generator: torch.Generator | None = None) -> CountSketch:
+    """Every position into one of r slots, with a sign."""
+    _positive("CountSketch", n=n, r=r)
+    _shorter("CountSketch", n, r)
+    slot = torch.randint(r, (n,), generator=generator)
+    return CountSketch(slot, _signs(n, generator), r)
+
+
+def convolution(n: int, stride: int, weight: Tensor) -> Convolution:
+    """A filter `weight` (w,) that moves on by `stride`: r = ceil(n / stride)."""
+    _positive("Convolution", n=n, stride=stride)
+    if weight.dim() != 1 or weight.shape[0] < 1:
+        raise ShapeError(f"Convolution: weight must be (w,), but has shape {tuple(weight.shape)}")
+    return Convolution(n, stride, weight)
+
+
+def hadamard(n: int, r: int, *, generator: torch.Generator | None = None) -> Hadamard:
+    """r rows of a randomised Walsh-Hadamard transform."""
+    _positive("Hadamard", n=n, r=r)
+    _shorter("Hadamard", n, r)
+    size = 1 << max(1, (n - 1).bit_length())
+    return Hadamard(_signs(n, generator), torch.randperm(size, generator=generator)[:r])
+
+
+def _signs(n: int, generator: torch.Generator | None) -> Tensor:
+    return 2.0 * torch.randint(2, (n,), generator=generator) - 1.0
+
+
+def _positive(owner: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ShapeError(f"{owner}: {name} must be at least 1, but is {size}")
+
+
+def _shorter(owner: str, n: int, r: int) -> None:
+    if r > n:
+        raise ShapeError(f"{owner}: r = {r} slots for n = {n} keys shorten nothing; use r <= n, or identity({n})")
