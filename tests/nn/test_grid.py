@@ -50,6 +50,13 @@ def test_padding_lies_on_the_grid_of_the_keys() -> None:
         layer(x, padding=real.mT)
 
 
+def test_keys_and_values_may_come_from_two_grids_of_one_size() -> None:
+    layer, x = GridAttention(8, 2, context_width=(5, 6)), torch.randn(1, 8, 4, 3)
+    keys, values = torch.randn(1, 5, 2, 6), torch.randn(1, 6, 3, 4)
+    tokens = layer.attend(x.flatten(2).mT, (keys.flatten(2).mT, values.flatten(2).mT))
+    torch.testing.assert_close(layer(x, (keys, values)), tokens.mT.unflatten(2, (4, 3)))
+
+
 def test_compiles_whole() -> None:
     layer, x = GridAttention(8, 2), torch.randn(1, 8, 4, 3)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))

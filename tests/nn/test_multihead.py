@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headwise.errors import DtypeError, NonFiniteError, ShapeError, UnsupportedError
@@ -62,6 +64,18 @@ def test_equals_a_loop_over_heads_in_value_and_gradient(widths: dict, cross: boo
     )
 
 
+@given(
+    widths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)),
+)
+def test_any_widths_equal_a_loop_over_heads(widths: list[tuple[int, int]], sizes: tuple[int, int, int]) -> None:
+    b, m, n = sizes
+    keys, values = zip(*widths, strict=True)
+    layer = with_random_bias(MultiHead(5, len(widths), key_width=keys, value_width=values, context_width=3).double())
+    x, context = torch.randn(b, m, 5, dtype=torch.float64), torch.randn(b, n, 3, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, context), by_loops(layer, x, context))
+
+
 def test_keys_and_values_may_come_from_two_tensors() -> None:
     layer = MultiHead(8, 2, context_width=(5, 6))
     x, keys, values = torch.randn(2, 3, 8), torch.randn(2, 4, 5), torch.randn(2, 4, 6)
@@ -96,20 +110,21 @@ def test_a_builder_gets_only_the_masks_that_are_given_and_may_learn() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.log_scale = nn.Parameter(torch.zeros(2, 1, 1))
-            self.seen: set[str] = set()
+            self.seen: dict[str, Tensor] = {}
 
         def forward(self, q: Tensor, k: Tensor, **masks: Tensor):
-            self.seen = set(masks)
+            self.seen = masks
             return softmax(q * self.log_scale.exp(), k, **masks)  # pyright: ignore[reportArgumentType]
 
     build = Tempered()
     layer, x = MultiHead(8, 2, build=build), torch.randn(1, 4, 8)
     layer(x).square().sum().backward()
-    assert build.seen == set()
+    assert not build.seen
     assert build.log_scale.grad is not None
     assert build.log_scale.grad.abs().amin() > 0
     layer(x, causal=True, padding=torch.tensor([[True, True, True, False]]))
-    assert build.seen == {"causal", "padding"}
+    assert build.seen.keys() == {"causal", "padding"}
+    assert build.seen["padding"].shape == (1, 1, 4)  # (*batch, h, n), as wide as the batch of q and k
     assert "build.log_scale" in dict(layer.named_parameters())
 
 
@@ -158,6 +173,8 @@ def test_compiles_whole_copies_and_runs_in_half_precision(widths: dict) -> None:
     twin = copy.deepcopy(layer)
     torch.testing.assert_close(twin(x, causal=True), expected, rtol=0, atol=0)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, causal=True), expected)
+    layer.resize_(key_widths=(7, 5, 4))  # a compiled layer notices that it has grown
     torch.testing.assert_close(compiled(x, causal=True), expected)
     for dtype in (torch.bfloat16, torch.float16):
         eps = torch.finfo(dtype).eps

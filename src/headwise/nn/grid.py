@@ -12,6 +12,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError
+from headwise.nn.layer import Context
 from headwise.nn.multihead import MultiHead
 from headwise.operators.base import AttentionOperator
 
@@ -20,6 +21,7 @@ from headwise.operators.base import AttentionOperator
 class GridAttention(nn.Module):
     """`layer(x)` or `layer(x, context)` with x (b, width, *grid) and context (b, context_width, *any other grid).
 
+    A pair as context holds keys and values, as in `MultiHead`.
     The options are those of `MultiHead`, which is held as `.attend`; so are the masks, `padding` being
     (b, *grid of the keys) and m, n counting positions with the last axis fastest.
 
@@ -32,17 +34,19 @@ class GridAttention(nn.Module):
         super().__init__()
         self.attend = MultiHead(width, heads, **options)
 
-    def operator(self, x: Tensor, context: Tensor | None = None, **masks: Any) -> AttentionOperator:
+    def operator(self, x: Tensor, context: Context | None = None, **masks: Any) -> AttentionOperator:
         """P between the unfolded grids, (b, h, m, n)."""
-        return self.attend.operator(*_tokens(x, context), **_flattened(masks, x if context is None else context))
+        return self.attend.operator(_unfold("x", x), _unfolded(context), **_flattened(masks, x, context))
 
-    def forward(self, x: Tensor, context: Tensor | None = None, **masks: Any) -> Tensor:
-        tokens = self.attend(*_tokens(x, context), **_flattened(masks, x if context is None else context))
+    def forward(self, x: Tensor, context: Context | None = None, **masks: Any) -> Tensor:
+        tokens = self.attend(_unfold("x", x), _unfolded(context), **_flattened(masks, x, context))
         return tokens.transpose(1, 2).unflatten(2, x.shape[2:])
 
 
-def _tokens(x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return _unfold("x", x), None if context is None else _unfold("context", context)
+def _unfolded(context: Context | None) -> Context | None:
+    if isinstance(context, tuple):
+        return _unfold("context (keys)", context[0]), _unfold("context (values)", context[1])
+    return None if context is None else _unfold("context", context)
 
 
 def _unfold(name: str, x: Tensor) -> Tensor:
@@ -52,10 +56,11 @@ def _unfold(name: str, x: Tensor) -> Tensor:
     return x.flatten(2).transpose(1, 2)
 
 
-def _flattened(masks: dict[str, Any], keys: Tensor) -> dict[str, Any]:
+def _flattened(masks: dict[str, Any], x: Tensor, context: Context | None) -> dict[str, Any]:
     padding = masks.get("padding")
     if padding is None:
         return masks
+    keys = x if context is None else context[0] if isinstance(context, tuple) else context
     expected = (keys.shape[0], *keys.shape[2:])
     if tuple(padding.shape) != expected:
         raise ShapeError(

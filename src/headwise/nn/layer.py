@@ -116,10 +116,8 @@ class AttentionLayer(nn.Module, ABC):
             given[which] = broadcasts_to(name, which, x, (*batch, self.heads, m, n))
         if mask is not None:
             _is_boolean(name, "mask", mask, "True = may attend; an additive mask is passed as bias=")
-        if bias is not None:
-            if not bias.dtype.is_floating_point:
-                raise DtypeError(f"{name}: bias is added to the scores and must be floating point, but is {bias.dtype}")
-            given["bias"] = bias.to(q.dtype)
+        if bias is not None and not bias.dtype.is_floating_point:
+            raise DtypeError(f"{name}: bias is added to the scores and must be floating point, but is {bias.dtype}")
         return given
 
     def _check_input(self, name: str, x: Tensor, width: int, projection: nn.Linear) -> None:

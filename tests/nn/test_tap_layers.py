@@ -1,0 +1,198 @@
+"""Layers whose heads are taps: sum_h P_h X W_h, term by term, in every mode; values, gradients, costs, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.errors import DtypeError, InputError, ShapeError
+from headwise.nn.positional import GridQuadraticAttention, QuadraticAttention, ShiftAttention, TapLayer
+from headwise.nn.taps import Taps
+from headwise.operators.quadratic import log_width
+from headwise.testing.contract import normal
+from headwise.testing.count import count_multiply_adds
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "line": {"channels": 4, "kernel": (3,), "stride": (2,), "dilation": (2,), "padding": ((2, 1),)},
+    "plane": {
+        "channels": 4,
+        "kernel": (3, 2),
+        "stride": (1, 2),
+        "dilation": (1, 2),
+        "padding": ((1, 0), (2, 2)),
+        "border": "reflect",
+    },
+    "grouped": {
+        "channels": 4,
+        "kernel": (2, 3),
+        "stride": (1, 1),
+        "dilation": (1, 1),
+        "padding": ((0, 1), (1, 1)),
+        "groups": 2,
+    },
+    "depthwise": {
+        "channels": 4,
+        "kernel": (3, 3),
+        "stride": (1, 1),
+        "dilation": (1, 1),
+        "padding": ((1, 1), (1, 1)),
+        "groups": 4,
+    },
+    "space": {
+        "channels": 2,
+        "kernel": (2, 1, 3),
+        "stride": (1, 2, 1),
+        "dilation": (2, 1, 1),
+        "padding": ((1, 1), (0, 0), (1, 1)),
+    },
+}
+GRIDS = {"line": (7,), "plane": (4, 5), "grouped": (4, 3), "depthwise": (4, 4), "space": (4, 3, 4)}
+
+
+def layer(kind: str, name: str, *, alpha: float = 1.3) -> TapLayer:
+    taps = Taps(**GEOMETRIES[name])
+    weight, bias = normal(taps.heads, 4, taps.channels // taps.groups, seed=1), normal(4, seed=2)
+    if kind == "shift":
+        return ShiftAttention(taps, weight, bias)
+    if kind == "grid":
+        return GridQuadraticAttention(taps, weight, bias, alpha=alpha)
+    centres, widths = 2 * normal(taps.heads, len(taps.kernel), seed=3), normal(taps.heads, len(taps.kernel), seed=4)
+    return QuadraticAttention(taps, weight, bias, centres=centres, log_widths=widths)
+
+
+def by_definition(module: TapLayer, x: Tensor) -> Tensor:
+    """sum over heads and groups of (P_h X) W_h + b, P_h written out."""
+    taps, grid = module.taps, tuple(x.shape[2:])
+    p = module.heads(grid).dense(torch.empty(0, dtype=torch.float64))
+    wide = taps.extend("test", x, module.weight).flatten(2)  # (b, channels, n)
+    inner, outer = taps.channels // taps.groups, module.outputs // taps.groups
+    out = torch.zeros(x.shape[0], module.outputs, p.shape[-2], dtype=torch.float64)
+    for h in range(taps.heads):
+        seen = wide @ p[h].mT
+        parts = [
+            module.weight[h, g * outer : (g + 1) * outer] @ seen[:, g * inner : (g + 1) * inner]
+            for g in range(taps.groups)
+        ]
+        out = out + torch.cat(parts, dim=1)
+    assert module.bias is not None
+    return (out + module.bias[:, None]).unflatten(-1, taps.queries(grid))
+
+
+@pytest.mark.parametrize("kind", ["shift", "grid", "free"])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_it_is_the_sum_over_heads(kind: str, name: str) -> None:
+    module = layer(kind, name)
+    x = normal(2, module.taps.channels, *GRIDS[name], seed=0).requires_grad_()
+    found, expected = module(x), by_definition(module, x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    pull = normal(*found.shape, seed=5)
+    leaves = [x, *module.parameters()]
+    for a, b in zip(torch.autograd.grad(found, leaves, pull), torch.autograd.grad(expected, leaves, pull), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["shift", "grid", "free"])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_cost_is_what_is_counted(kind: str, name: str) -> None:
+    module, grid = layer(kind, name), GRIDS[name]
+    x = normal(1, module.taps.channels, *grid, seed=0)
+    assert count_multiply_adds(lambda: module(x)).products == module.cost(grid).multiply_adds
+
+
+@pytest.mark.parametrize("kind", ["shift", "grid", "free"])
+def test_a_map_without_a_batch_axis(kind: str) -> None:
+    module = layer(kind, "plane")
+    x = normal(4, 4, 5, seed=0)
+    torch.testing.assert_close(module(x), module(x.unsqueeze(0)).squeeze(0))
+
+
+def test_many_taps_of_many_channels_are_stacked_in_parts() -> None:
+    taps = Taps(channels=200, kernel=(5,), stride=(1,), dilation=(1,), padding=((2, 2),))
+    weight, x = normal(5, 3, 200, seed=0), normal(2, 200, 9, seed=1)
+    expected = torch.nn.functional.conv1d(x, weight.permute(1, 2, 0), padding=2)
+    torch.testing.assert_close(ShiftAttention(taps, weight, None)(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["shift", "grid", "free"])
+def test_it_exports_saves_moves_and_trains(kind: str, tmp_path) -> None:
+    module, x = layer(kind, "plane").float(), normal(2, 4, 4, 5, seed=0, dtype=torch.float32)
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(module, (x,), dynamic_shapes=({0: batch},)).module()
+    torch.testing.assert_close(program(torch.cat([x, x])), module(torch.cat([x, x])))
+    torch.save(module.state_dict(), tmp_path / "layer.pt")
+    other = layer(kind, "plane").float()
+    for parameter in other.parameters():
+        torch.nn.init.zeros_(parameter)
+    other.load_state_dict(torch.load(tmp_path / "layer.pt"))
+    assert torch.equal(other(x), module(x))
+    assert module.to("meta")(x.to("meta")).shape == other(x).shape
+    before = other(x).square().mean()
+    optimizer = torch.optim.SGD(other.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = other(x).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert other(x).square().mean() < before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["shift", "grid", "free"])
+def test_every_dtype(kind: str, dtype: torch.dtype) -> None:
+    module = layer(kind, "plane")
+    x = normal(2, 4, 4, 5, seed=0)
+    expected = module(x)
+    found = layer(kind, "plane").to(dtype)(x.to(dtype))
+    assert found.dtype == dtype
+    tolerance = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-5}[dtype]
+    assert (found.double() - expected).abs().max() < tolerance * expected.abs().max()
+
+
+def test_sharp_heads_on_a_grid_become_shifts() -> None:
+    x = normal(2, 4, 4, 5, seed=0)
+    torch.testing.assert_close(layer("grid", "plane", alpha=60.0)(x), layer("shift", "plane")(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "x, error, message",
+    [
+        (torch.zeros(4), ShapeError, r"x must be \(batch, 4, 2 grid axes\) or the same without batch, but has shape"),
+        (torch.zeros(1, 4, 3), ShapeError, r"axis 'channels' must agree, but x has 1, the heads read 4"),
+        (torch.zeros(1, 3, 4, 5), ShapeError, r"axis 'channels' must agree, but x has 3, the heads read 4"),
+        (torch.zeros(1, 4, 0, 5), ShapeError, r"x has a map of size \(0, 5\)"),
+        (torch.zeros(1, 4, 1, 5), ShapeError, r"do not fit into a map of \(1, 5\) padded to \(2, 9\)"),
+        (
+            torch.zeros(1, 4, 4, 2),
+            ShapeError,
+            r"reflect padding of 2 cells needs at least 3 cells, but grid axis 1 has 2",
+        ),
+        (torch.zeros(1, 4, 4, 5).double(), DtypeError, r"x is torch.float64, the weights are torch.float32"),
+    ],
+)
+def test_bad_maps_get_a_sentence(x: Tensor, error: type[Exception], message: str) -> None:
+    module = layer("shift", "plane").float()
+    with pytest.raises(error, match=message):
+        module(x)
+
+
+def test_bad_geometry_gets_a_sentence() -> None:
+    good = GEOMETRIES["plane"]
+    for change, message in (
+        ({"kernel": (3,)}, "one entry an axis"),
+        ({"kernel": (3, 0)}, "sizes must be at least 1"),
+        ({"groups": 3}, "4 channels do not divide into 3 groups"),
+        ({"padding": ((-1, 0), (0, 0))}, "must not be negative"),
+        ({"border": "mirror"}, "border must be one of"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Taps(**{**good, **change})
+    taps = Taps(**good)
+    with pytest.raises(ShapeError, match=r"weight must be \(heads 6, out, in per group 4\)"):
+        ShiftAttention(taps, torch.zeros(5, 4, 4), None)
+    with pytest.raises(ShapeError, match=r"axis 'out' must agree, but weight has 4, bias has shape \(3,\)"):
+        ShiftAttention(taps, torch.zeros(6, 4, 4), torch.zeros(3))
+    with pytest.raises(ShapeError, match=r"centres must be \(heads 6, axes 2\)"):
+        QuadraticAttention(taps, torch.zeros(6, 4, 4), None, centres=torch.zeros(6, 1), log_widths=log_width(1.0))
