@@ -189,18 +189,12 @@ def _print(examination: Examination, files: list[Path]) -> None:
     for line in examination.headline:
         console.print(line)
     table = Table(title="The ten most telling heads", title_justify="left")
-    for heading in ("layer", "head", "kind", "what it does", "eff. rank", "entropy", "rank-64 error"):
-        table.add_column(heading, justify="right" if heading in ("head", "eff. rank", "entropy") else "left")
+    for heading in ("layer", "head", "kind", "eff. rank", "rank-64 error", "what it does"):
+        table.add_column(heading, justify="right" if heading in ("head", "eff. rank", "rank-64 error") else "left")
+    short = short_names([site["name"] for site in examination.sites])
     for record in telling(examination.records):
-        table.add_row(
-            record.layer,
-            str(record.head),
-            record.kind,
-            record.words,
-            _number(record, "effective_rank", ".0f"),
-            _number(record, "entropy", ".2f"),
-            _number(record, "output_error_64", ".1%"),
-        )
+        rank, error = _number(record, "effective_rank", ".0f"), _number(record, "output_error_64", ".1%")
+        table.add_row(short[record.site], str(record.head), record.kind, rank, error, record.words)
     console.print(table)
     console.print(f"report  {files[0]}\njson    {files[1]}", highlight=False, soft_wrap=True)
 
@@ -216,8 +210,22 @@ def telling(records: list[Record], count: int = 10) -> list[Record]:
         middle = sorted(values)[len(values) // 2]
         spread = sorted(abs(x - middle) for x in values)[len(values) // 2] or 1e-9
         scores = [max(old, abs(x - middle) / spread) for old, x in zip(scores, values, strict=True)]
-    order = sorted(range(len(records)), key=lambda i: -scores[i])[:count]
-    return [records[i] for i in sorted(order)]
+    found: list[int] = []
+    for i in sorted(range(len(records)), key=lambda i: -scores[i]):
+        # at most three of a kind: ten local heads would tell one thing ten times
+        if sum(records[j].kind == records[i].kind for j in found) < 3:
+            found.append(i)
+    return [records[i] for i in sorted(found[:count])]
+
+
+def short_names(names: list[str]) -> list[str]:
+    """Names without the parts that all of them share: encoder.layer.3.attention.self becomes 3."""
+    parts = [name.split(".") for name in names]
+    while len(parts) > 1 and len({x[0] for x in parts}) == 1 and min(map(len, parts)) > 1:
+        parts = [x[1:] for x in parts]
+    while len(parts) > 1 and len({x[-1] for x in parts}) == 1 and min(map(len, parts)) > 1:
+        parts = [x[:-1] for x in parts]
+    return [".".join(x) for x in parts]
 
 
 def _number(record: Record, name: str, form: str) -> str:

@@ -25,7 +25,9 @@ def with_depth(examination: Examination, model: nn.Module, batch: Any) -> Examin
     if ablations["supported"]:
         pure = ablations["curves"]["no attention skip"]
         headline.append(
-            f"Without its attention skips the tokens would keep {pure[-1]:.1e} of their differences after "
-            f"{len(pure) - 1} layers."
+            f"Without its attention skips the relative residual would fall from {pure[0]:.2g} to {pure[-1]:.0e} in "
+            f"{len(pure) - 1} layers: every token the same."
+            if pure[-1] < 1e-2
+            else f"Even without its attention skips the relative residual stays at {pure[-1]:.2g}."
         )
     return replace(examination, ablations=ablations, paths=paths, headline=headline)

@@ -13,6 +13,15 @@ from torch import Tensor, nn
 from headwise.errors import InputError
 from headwise.examine.load import Loaded, one_line, quietly, transformers_library
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Input:
@@ -33,6 +42,12 @@ def text_input(
     if not content.strip():
         raise InputError(f"{', '.join(map(str, paths))}: empty; give a text with at least a few sentences")
     options = {} if loaded.gguf is None else {"gguf_file": loaded.gguf}
+    if isinstance(loaded.source, Path) and loaded.gguf is None:
+        # without its files the library would build an empty tokenizer and call every word unknown
+        if not any((loaded.source / name).exists() for name in TOKENIZER_FILES):
+            raise InputError(
+                f"{loaded.source} has no tokenizer (such as tokenizer.json); use --tokens N for random tokens"
+            )
     try:
         tokenizer = quietly(
             lambda: transformers.AutoTokenizer.from_pretrained(

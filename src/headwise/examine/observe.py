@@ -168,14 +168,13 @@ def _contribute(pending: list[_Head], weight: Tensor) -> None:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Members of module lists, longest lists' members first found; nested lists count by their outer member."""
+    """Members of the outermost module lists that hold something called attention."""
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 0:
             inside = any(name.startswith(block + ".") for block in names)
-            attends = any(
-                "attention" in type(m).__name__.lower() or "attn" in n.lower() for n, m in module.named_modules()
-            )
+            parts = [f"{n} {type(m).__name__}".lower() for n, m in module.named_modules()]
+            attends = any("attn" in part or "attention" in part for part in parts)
             if attends and not inside:
                 names.update({f"{name}.{i}" if name else i: child for i, child in module.named_children()})
     return names
@@ -216,6 +215,12 @@ def relative_residual(x: Tensor) -> Tensor:
     """||res X|| / ||X|| in the composite norm, res X = X less its row mean: 0 when all tokens are equal."""
     x = x.double()
     return composite_norm(x - x.mean(-2, keepdim=True)) / composite_norm(x).clamp(min=1e-300)
+
+
+def difference(x: Tensor) -> Tensor:
+    """||res X||_F^2 / ||X||_F^2: the share of the hidden state that tells tokens apart, between 0 and 1."""
+    x = x.double()
+    return (x - x.mean(-2, keepdim=True)).square().sum((-2, -1)) / x.square().sum((-2, -1)).clamp(min=1e-300)
 
 
 def mean_cosine(x: Tensor) -> Tensor:
@@ -269,6 +274,7 @@ def _layers(b: int, states: dict[str, Tensor], names: list[str]) -> dict[str, Te
     rows = [states[name][b if states[name].shape[0] > b else 0] for name in names]
     return {
         "relative_residual": torch.stack([relative_residual(x) for x in rows]) if rows else torch.zeros(0),
+        "difference": torch.stack([difference(x) for x in rows]) if rows else torch.zeros(0),
         "mean_cosine": torch.stack([mean_cosine(x) for x in rows]) if rows else torch.zeros(0),
         "norm": torch.stack([x.double().square().sum(-1).mean().sqrt() for x in rows]) if rows else torch.zeros(0),
     }

@@ -73,7 +73,7 @@ def examine(
         model.train(training)
     done = _gather(mine) if world > 1 else mine
     if not done:
-        raise InputError("examine: no batches; give at least one text, image or recording")
+        raise InputError("no batches: give at least one text, image or recording")
     measurements = [x for index in sorted(done) for x in done[index]]
     result = summarise(
         measurements,
@@ -90,7 +90,7 @@ def check_weights(model: nn.Module) -> None:
         if weight.is_floating_point() and not bool(weight.detach().isfinite().all()):
             bad = int((~weight.detach().isfinite()).sum())
             raise NonFiniteError(
-                f"examine: weight {name!r} has {bad} non-finite of {weight.numel()} entries; load sound weights"
+                f"weight {name!r} has {bad} non-finite of {weight.numel()} entries; load sound weights"
             )
 
 

@@ -109,10 +109,11 @@ def headline(records: Sequence[Record], layers: Mapping[str, list], n: int, *, e
             f"Effective rank runs from {ranks[0]:.0f} to {ranks[-1]:.0f}{estimate}: "
             f"{low} heads below n/16, {high} above n/2."
         )
-    residuals = layers.get("relative_residual", [])
-    if len(residuals) > 1:
+    differences = layers.get("difference", [])
+    if len(differences) > 1:
         lines.append(
-            f"Tokens keep {residuals[-1]:.0%} of their differences at the last layer ({residuals[0]:.0%} at the first)."
+            f"What tells tokens apart is {differences[0]:.0%} of the hidden state before the first layer and "
+            f"{differences[-1]:.0%} after the last."
         )
     shaky = sum(record.stability < 0.75 for record in records)
     if shaky:
