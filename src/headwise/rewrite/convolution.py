@@ -9,19 +9,19 @@ comes back, and a receipt.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
+from headwise.cost import Cost
 from headwise.errors import InputError, UnsupportedError
-from headwise.nn.positional import GridQuadraticAttention, QuadraticAttention, ShiftAttention, TapLayer
-from headwise.nn.taps import FILL, Taps
-from headwise.operators.quadratic import log_width
+from headwise.nn.positional import ShiftAttention, TapLayer
+from headwise.nn.taps import FILL
 from headwise.rewrite.probe import largest_change, layer_probe, multiply_adds, parameters
 from headwise.rewrite.receipt import Left, Receipt
+from headwise.rewrite.taps import Mode, exact, rewritten, taps_of
 
 CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -29,36 +29,6 @@ WHY_NOT_TRANSPOSED = (
     "a transposed convolution spreads each input over the kernel, so an output cell adds up a varying number of taps: "
     "its heads are columns of P, not rows, and no softmax over the keys is equal to it; upsample and convolve instead"
 )
-
-Mode = Callable[[Taps, Tensor, Tensor | None], TapLayer]
-"""How the heads look: makes a layer from the taps, the weights (h, out, in/groups) and the bias."""
-
-
-def exact(taps: Taps, weight: Tensor, bias: Tensor | None) -> ShiftAttention:
-    """Hard shifts: equal to the convolution to rounding."""
-    return ShiftAttention(taps, weight, bias)
-
-
-def soft(alpha: float) -> Mode:
-    """Quadratic softmax heads of sharpness alpha at the taps; every head's centre and widths are parameters.
-
-    The output is off by about 20 exp(-alpha) of its size; centres get gradients of about alpha exp(-alpha), so 5 or 6
-    trains and 20 is frozen.
-    """
-    _positive(alpha)
-
-    def build(taps: Taps, weight: Tensor, bias: Tensor | None) -> QuadraticAttention:
-        places = [torch.arange(k, dtype=torch.float64) * d for k, d in zip(taps.kernel, taps.dilation, strict=True)]
-        centres = torch.cartesian_prod(*places).reshape(taps.heads, -1).to(weight)
-        return QuadraticAttention(taps, weight, bias, centres=centres, log_widths=log_width(alpha).to(weight))
-
-    return build
-
-
-def soft_grid(alpha: float) -> Mode:
-    """The same heads with shared centres along each axis: K row, one channel and K column products."""
-    _positive(alpha)
-    return lambda taps, weight, bias: GridQuadraticAttention(taps, weight, bias, alpha=alpha)
 
 
 def convert(module: nn.Module, mode: Mode = exact, *, probe: Tensor | None = None) -> tuple[nn.Module, Receipt]:
@@ -79,27 +49,6 @@ def convert(module: nn.Module, mode: Mode = exact, *, probe: Tensor | None = Non
     if isinstance(module, tuple(CONVOLUTIONS)):
         raise UnsupportedError(f"convert: {type(module).__name__}: {why}")
     return _convert_model(module, mode, probe)
-
-
-def taps_of(module: nn.Module) -> Taps:
-    """The geometry of a convolution; 'same' pads one cell more behind than before where the reach is odd."""
-    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-    reach = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-    if module.padding == "same":
-        padding = [(r // 2, r - r // 2) for r in reach]
-    elif module.padding == "valid":
-        padding = [(0, 0) for _ in reach]
-    else:
-        padding = [(int(p), int(p)) for p in module.padding]
-    return Taps(
-        channels=module.in_channels,
-        kernel=tuple(module.kernel_size),
-        stride=tuple(module.stride),
-        dilation=tuple(module.dilation),
-        padding=tuple(padding),
-        border=module.padding_mode,
-        groups=module.groups,
-    )
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -142,28 +91,12 @@ def to_convolution(module: nn.Module) -> nn.Module:
 def _convert_layer(what: str, module: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[TapLayer, Receipt]:
     assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     taps = taps_of(module)
+    probe = layer_probe(taps, module.weight) if probe is None else probe
+    taps.extend(f"convert: {what}", probe, module.weight)  # complains of a probe that does not fit
     with torch.no_grad():
-        heads = module.weight.flatten(2).permute(2, 0, 1).contiguous().clone()  # (h, out, in/groups)
-        bias = None if module.bias is None else module.bias.clone()
-    new = mode(taps, heads, bias).train(module.training)
-    new.weight.requires_grad_(module.weight.requires_grad)
-    if new.bias is not None and module.bias is not None:
-        new.bias.requires_grad_(module.bias.requires_grad)
-    probe = layer_probe(module, taps) if probe is None else probe
-    change, scale = largest_change(module, new, probe)
-    uneven = any(before != after for before, after in taps.padding)
-    notes = ("padding='same' with an odd reach: one cell more is padded behind than before",) if uneven else ()
-    receipt = Receipt(
-        what=what,
-        parameters_before=parameters(module),
-        parameters_after=parameters(new),
-        cost_before=multiply_adds(module, probe),
-        cost_after=multiply_adds(new, probe),
-        largest_change=change,
-        scale=scale,
-        notes=notes,
-    )
-    return new, receipt
+        expected = module(probe)
+    new, receipt = rewritten(what, taps, module.weight, module.bias, mode, probe=probe, expected=expected)
+    return new.train(module.training), receipt
 
 
 def _convert_model(model: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[nn.Module, Receipt]:
@@ -189,11 +122,10 @@ def _convert_model(model: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[
         # the whole was not run: its change is that of the layer that changed most
         worst = max(parts, key=lambda receipt: receipt.largest_change)
         change, scale = worst.largest_change, worst.scale
-        before, after = (
-            sum(r.cost_before.multiply_adds for r in parts),
-            sum(r.cost_after.multiply_adds for r in parts),
+        costs = (
+            Cost(sum(part.cost_before.multiply_adds for part in parts)),
+            Cost(sum(part.cost_after.multiply_adds for part in parts)),
         )
-        costs = (parts[0].cost_before.__class__(before), parts[0].cost_after.__class__(after))
         notes = ("no probe was given: costs are sums and the change is the largest over the layers, each by itself",)
     else:
         change, scale = largest_change(model, new, probe)
@@ -260,8 +192,3 @@ def _to_layer(module: nn.Module) -> nn.Module:
             f"to_convolution: padding {t.padding} differs before and after, which no nn.Conv{len(t.kernel)}d has"
         )
     return conv.train(module.training)
-
-
-def _positive(alpha: float) -> None:
-    if not 0 < alpha < float("inf"):
-        raise InputError(f"soft: alpha must be a positive number, but is {alpha}")
