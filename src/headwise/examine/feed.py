@@ -42,12 +42,10 @@ def text_input(
     if not content.strip():
         raise InputError(f"{', '.join(map(str, paths))}: empty; give a text with at least a few sentences")
     options = {} if loaded.gguf is None else {"gguf_file": loaded.gguf}
-    if isinstance(loaded.source, Path) and loaded.gguf is None:
-        # without its files the library would build an empty tokenizer and call every word unknown
-        if not any((loaded.source / name).exists() for name in TOKENIZER_FILES):
-            raise InputError(
-                f"{loaded.source} has no tokenizer (such as tokenizer.json); use --tokens N for random tokens"
-            )
+    # without its files the library would build an empty tokenizer and call every word unknown
+    local = isinstance(loaded.source, Path) and loaded.gguf is None
+    if local and not any((Path(loaded.source) / name).exists() for name in TOKENIZER_FILES):
+        raise InputError(f"{loaded.source} has no tokenizer (such as tokenizer.json); use --tokens N for random tokens")
     try:
         tokenizer = quietly(
             lambda: transformers.AutoTokenizer.from_pretrained(
