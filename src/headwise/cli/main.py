@@ -18,6 +18,7 @@ from headwise.errors import HeadwiseError
 # name -> (module, one line of help); a new command is one new line here
 COMMANDS: dict[str, tuple[str, str]] = {
     "examine": ("headwise.cli.examine", "what every head of a model is doing: one page, one JSON file"),
+    "compare": ("headwise.cli.compare", "what changed between two examinations"),
     "tour": ("headwise.cli.tour", "three operators, their spectra and costs, and one verdict"),
 }
 
