@@ -1,1 +1,15 @@
-"""Linear algebra of matrices known by what they do: spectra, ranks, norms and sketches."""
+"""Linear algebra of matrices known by what they do: spectra, eigenvalues, ranks, norms and sketches."""
+
+from headwise.linalg.arnoldi import Eigenvalues, eigenvalues
+from headwise.linalg.krylov import Triplets, singular_values, singular_vectors
+from headwise.linalg.spectrum import Spectrum, dense_spectrum
+
+__all__ = [
+    "Eigenvalues",
+    "Spectrum",
+    "Triplets",
+    "dense_spectrum",
+    "eigenvalues",
+    "singular_values",
+    "singular_vectors",
+]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.linalg.basis import checked_map, extend, gaussian_blocks, outside, work_dtype
+from headwise.linalg.basis import checked_map, extend, gaussian_blocks, outside, size, work_dtype
 from headwise.linalg.spectrum import rounding
 
 
@@ -69,27 +69,28 @@ def eigenvalues(
     if n <= 2 * block * steps:
         p = forward(torch.eye(n, dtype=work_dtype(like.dtype), device=like.device).expand(*batch, n, n)).double()
         values = _leading(torch.linalg.eigvals(p), r)[0]
-        size = rounding(like.dtype, shape, torch.linalg.matrix_norm(p))
-        return Eigenvalues(values, size.unsqueeze(-1).expand(*batch, r), exact=True)
+        floor = rounding(like.dtype, shape, size(p))
+        return Eigenvalues(values, floor.unsqueeze(-1).expand(*batch, r), exact=True)
 
     fresh = gaussian_blocks(block, like, generator)
     s = block * steps
     basis = torch.zeros(*batch, n, s, dtype=work_dtype(like.dtype), device=like.device)
-    basis[..., :block] = torch.linalg.qr(fresh(n)).Q
+    y = basis[..., :block] = torch.linalg.qr(fresh(n)).Q
     h = torch.zeros(*batch, s, s, dtype=torch.float64, device=like.device)
-    scale = torch.zeros(batch, dtype=basis.dtype, device=like.device)
+    scale = torch.zeros(batch, dtype=torch.float64, device=like.device)
     for start in range(0, s, block):
         stop = start + block
         y = forward(basis[..., start:stop])
-        scale = torch.maximum(scale, torch.linalg.matrix_norm(y))
+        scale = torch.maximum(scale, size(y))
         if stop < s:
             basis[..., stop : stop + block] = extend(basis[..., :stop], y, scale, fresh)
         # rows one block further than the span of y before it was extended: the subdiagonal of H
         known = basis[..., : stop + block] if stop < s else basis
         h[..., : known.shape[-1], start:stop] = (known.mT @ y).double()
     left_over = torch.linalg.qr(outside(outside(y, basis), basis)).R.double()
-    values, order = _leading((pair := torch.linalg.eig(h)).eigenvalues, r)
-    z = torch.take_along_dim(pair.eigenvectors, order.unsqueeze(-2), dim=-1)
+    found, vectors = torch.linalg.eig(h)
+    values, order = _leading(found, r)
+    z = torch.take_along_dim(vectors, order.unsqueeze(-2), dim=-1)
     residuals = torch.linalg.vector_norm(left_over.to(z.dtype) @ z[..., s - block :, :], dim=-2)
     floor = rounding(like.dtype, shape, torch.linalg.matrix_norm(h, 2))
     return Eigenvalues(values, residuals + floor.unsqueeze(-1), exact=False)

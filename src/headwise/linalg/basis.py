@@ -48,6 +48,11 @@ def gaussian_blocks(block: int, like: Tensor, generator: torch.Generator | None)
     return lambda rows: torch.randn(rows, block, generator=source, device=source.device, dtype=work).to(like.device)
 
 
+def size(y: Tensor) -> Tensor:
+    """||y||_F in float64: squares of float32 numbers overflow from 1e19 on."""
+    return torch.linalg.vector_norm(y, dim=(-2, -1), dtype=torch.float64)
+
+
 def outside(y: Tensor, basis: Tensor) -> Tensor:
     """(I - Q Q^T) y."""
     return y - basis @ (basis.mT @ y)

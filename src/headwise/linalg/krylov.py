@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.linalg.basis import checked_map, extend, gaussian_blocks, outside, work_dtype
+from headwise.linalg.basis import checked_map, extend, gaussian_blocks, outside, size, work_dtype
 from headwise.linalg.spectrum import Spectrum, rounding
 
 __all__ = ["Spectrum", "Triplets", "singular_values", "singular_vectors"]
 
 # t / delta^2 at which the bound is evaluated: near 1 for values close to the unseen part, far for the leading ones
-LEVELS = (1 + 1e-6, 1.02, 1.06, 1.12, 1.2, 1.3, 1.5, 1.8, 2.5, 6.0)
+LEVELS = (1 + 1e-6, 1.03, 1.1, 1.2, 1.35, 1.6, 2.2, 6.0)
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -110,7 +110,9 @@ def singular_vectors(
         return Triplets(x[..., :r], _exact(s, r, shape, like), yt.mT[..., :r])
     parts = _bidiagonalise(apply, adjoint, shape, like, gaussian_blocks(block, like, generator), steps)
     x, s, yt = torch.linalg.svd(parts.known, full_matrices=False)
-    left, right = (basis.double() @ y[..., :r] for basis, y in ((parts.left, x), (parts.right, yt.mT)))
+    left, right = (
+        (basis @ y[..., :r].to(basis.dtype)).double() for basis, y in ((parts.left, x), (parts.right, yt.mT))
+    )
     return Triplets(left, _bounded(parts, (x, s, yt), r, shape, like), right)
 
 
@@ -174,12 +176,12 @@ def _bidiagonalise(
     b, s = v.shape[-1], v.shape[-1] * steps
     left, right = v.new_zeros(*batch, m, s), v.new_zeros(*batch, n, s + b)
     known = torch.zeros(*batch, s, s + b, dtype=torch.float64, device=like.device)
-    right[..., :b] = v
-    scale = torch.zeros(batch, dtype=v.dtype, device=like.device)
+    z = right[..., :b] = v
+    scale = torch.zeros(batch, dtype=torch.float64, device=like.device)
     for start in range(0, s, b):
         stop = start + b
         y = forward(right[..., start:stop])
-        scale = torch.maximum(scale, torch.linalg.matrix_norm(y))
+        scale = torch.maximum(scale, size(y))
         left[..., start:stop] = extend(left[..., :start], y, scale, fresh)
         # the whole column of U^T P V, not its two nonzero blocks alone: rounding is then part of what is known
         known[..., :stop, start:stop] = (left[..., :stop].mT @ y).double()

@@ -18,8 +18,8 @@ def effective_rank(spectrum: Spectrum) -> Tensor:  # (*batch,)
     Roy & Vetterli 2007.  Needs the whole spectrum; for a truncated one see `effective_rank_bounds`.
 
     >>> from headwise.linalg.spectrum import dense_spectrum
-    >>> effective_rank(dense_spectrum(torch.eye(5))).item()
-    5.0...
+    >>> round(effective_rank(dense_spectrum(torch.eye(5))).item(), 6)
+    5.0
     """
     if not spectrum.complete:
         raise UnsupportedError(
@@ -61,7 +61,7 @@ def stable_rank(spectrum: Spectrum) -> Tensor:  # (*batch,)
     """||P||_F^2 / sigma_1^2, at most the rank and blind to small values (0 for P = 0).  Rudelson & Vershynin 2007.
 
     >>> from headwise.linalg.spectrum import dense_spectrum
-    >>> stable_rank(dense_spectrum(torch.diag(torch.tensor([2.0, 1.0, 1.0])))).item()
+    >>> round(stable_rank(dense_spectrum(torch.diag(torch.tensor([2.0, 1.0, 1.0])))).item(), 6)
     1.5
     """
     top = spectrum.values[..., 0].square()
@@ -102,8 +102,8 @@ def low_rank_error(spectrum: Spectrum) -> Tensor:  # (*batch, r)
     """min over rank-i Q of ||P - Q||_F / ||P||_F = sqrt(1 - energy_i) for i = 1..r.  Eckart & Young 1936.
 
     >>> from headwise.linalg.spectrum import dense_spectrum
-    >>> low_rank_error(dense_spectrum(torch.diag(torch.tensor([4.0, 3.0])))).tolist()
-    [0.6, 0.0]
+    >>> low_rank_error(dense_spectrum(torch.diag(torch.tensor([4.0, 3.0]))))
+    tensor([0.6000, 0.0000], dtype=torch.float64)
     """
     total = _total("low_rank_error", spectrum)
     square = spectrum.values.square()

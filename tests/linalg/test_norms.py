@@ -1,0 +1,82 @@
+"""Norms against numpy, the inequalities the collapse theorems use, and the one that fails."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise.errors import ShapeError
+from headwise.linalg.norms import (
+    composite_norm,
+    frobenius_norm,
+    infinity_norm,
+    one_norm,
+    spectral_norm,
+    spectral_norm_of,
+)
+from tests.linalg.matrices import attention, maps
+
+
+@given(m=st.integers(1, 8), n=st.integers(1, 8), seed=st.integers(0, 999))
+def test_numpy_agrees(m: int, n: int, seed: int) -> None:
+    x = torch.randn(2, 3, m, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for ours, order in ((one_norm, 1), (infinity_norm, numpy.inf), (frobenius_norm, "fro"), (spectral_norm, 2)):
+        expected = torch.from_numpy(numpy.linalg.norm(x.numpy(), order, axis=(-2, -1)))
+        torch.testing.assert_close(ours(x), expected)
+    torch.testing.assert_close(composite_norm(x), (one_norm(x) * infinity_norm(x)).sqrt())
+
+
+@given(m=st.integers(1, 6), k=st.integers(1, 6), n=st.integers(1, 6), seed=st.integers(0, 999))
+def test_composite_bounds_the_spectral_norm_and_is_submultiplicative(m: int, k: int, n: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(m, k, generator=g).double(), torch.randn(k, n, generator=g).double()
+    assert spectral_norm(a) <= composite_norm(a) * (1 + 1e-12)
+    assert composite_norm(a @ b) <= composite_norm(a) * composite_norm(b) * (1 + 1e-12)
+
+
+def test_composite_is_not_a_norm() -> None:
+    a = torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    assert composite_norm(a + a.mT).item() == pytest.approx(3)
+    assert composite_norm(a).item() + composite_norm(a.mT).item() == pytest.approx(2 * math.sqrt(2))
+
+
+def test_stochastic_matrices_have_row_norm_one_and_may_exceed_it_spectrally() -> None:
+    p = attention("sink", 2.0, 9, 9, seed=0)
+    torch.testing.assert_close(infinity_norm(p), torch.ones_like(infinity_norm(p)))
+    assert spectral_norm(p) > 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes_are_kept(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 5).to(dtype)
+    for norm in (one_norm, infinity_norm, composite_norm, frobenius_norm, spectral_norm):
+        assert norm(x).dtype == dtype
+        torch.testing.assert_close(norm(x).double(), norm(x.double()), rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_composite_does_not_overflow_before_its_answer_does() -> None:
+    x = torch.full((4, 4), 1e30)
+    assert composite_norm(x).item() == pytest.approx(4e30)
+
+
+def test_gradients_flow() -> None:
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    for norm in (one_norm, infinity_norm, composite_norm, frobenius_norm, spectral_norm):
+        assert torch.autograd.gradcheck(norm, (x,))
+
+
+@pytest.mark.parametrize("m, n", [(5, 3), (300, 270), (270, 300)])
+def test_matrix_free_spectral_norm(m: int, n: int) -> None:
+    p = torch.stack([attention("plain", s, m, n, seed=0) for s in (0.5, 6.0)])
+    found = spectral_norm_of(*maps(p), p.shape, like=p)
+    torch.testing.assert_close(found, torch.linalg.matrix_norm(p, 2), rtol=1e-5, atol=0)
+
+
+def test_empty_axes_are_refused() -> None:
+    with pytest.raises(ShapeError, match=r"one_norm: x has shape \(0, 3\)"):
+        one_norm(torch.zeros(0, 3))
