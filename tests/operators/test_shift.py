@@ -23,7 +23,7 @@ NUMPY = {"circular": "wrap", "zeros": "constant", "replicate": "edge", "reflect"
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("grid, offset", [((6,), (2,)), ((4, 3), (-1, 5)), ((2, 3, 4), (1, 0, -2)), ((5,), (-9,))])
 def test_contract(border: Border, grid: tuple[int, ...], offset: tuple[int, ...]) -> None:
-    assert_operator(lambda: shift(grid, offset, border=border), {}, lambda: references.shift(grid, offset, border))
+    assert_operator(lambda: shift(grid, offset, border=border), {}, lambda: references.shift(grid, offset, border=border))
 
 
 @given(
@@ -73,6 +73,14 @@ def test_claims_follow_the_value() -> None:
     assert shift((5,), (-1,), border="zeros").claims == {Claim.NONNEGATIVE, Claim.CAUSAL}
     assert shift((5,), (-1,), border="replicate").claims == {Claim.NONNEGATIVE, Claim.STOCHASTIC, Claim.CAUSAL}
     assert shift((5,), (1,), border="reflect").claims == {Claim.NONNEGATIVE, Claim.STOCHASTIC}
+
+
+def test_a_query_reads_ahead_of_itself() -> None:
+    v = torch.arange(4.0).unsqueeze(-1)
+    assert shift((4,), (1,))(v).flatten().tolist() == [1, 2, 3, 0]
+    assert shift((4,), (1,)).adjoint(v).flatten().tolist() == [3, 0, 1, 2]
+    assert shift((4,), (1,), border="zeros")(v).flatten().tolist() == [1, 2, 3, 0]
+    assert shift((4,), (-1,), border="replicate")(v).flatten().tolist() == [0, 0, 1, 2]
 
 
 def test_the_smallest_grid_mirrors_onto_itself() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 
@@ -12,8 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headwise.errors import DtypeError, HeadwiseError, NonFiniteError, ShapeError
-from headwise.operators import concatenation as concatenation_module
-from headwise.operators import dot_product as dot_product_module
 from headwise.operators import row_blocks
 from headwise.operators.claims import Claim
 from headwise.operators.concatenation import concatenation
@@ -22,6 +21,9 @@ from headwise.operators.similarity import attend, embedded_gaussian, gaussian
 from headwise.operators.softmax import Softmax
 from headwise.testing import assert_operator, references
 
+# the package has builders of these names
+concatenation_module = importlib.import_module("headwise.operators.concatenation")
+dot_product_module = importlib.import_module("headwise.operators.dot_product")
 T, F = True, False
 PADDING = torch.tensor([[T, T, T, T, T, T, T], [F, F, T, T, F, T, F]])
 MASK = torch.rand(3, 1, 7, generator=torch.Generator().manual_seed(0)) < torch.linspace(0, 1, 9)[:, None]

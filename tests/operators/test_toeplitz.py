@@ -22,6 +22,7 @@ from headwise.testing import assert_operator, references
 T, F = True, False
 PADDING = torch.tensor([[T, T, T, T, T, T, T], [F, F, T, T, F, T, F]])
 INFINITY = math.inf
+toeplitz_module = importlib.import_module("headwise.operators.toeplitz")  # the package has a builder of that name
 toeplitz_module = importlib.import_module("headwise.operators.toeplitz")  # the package exports the builder by this name
 
 

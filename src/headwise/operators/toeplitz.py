@@ -83,6 +83,11 @@ def is_short(m: int, n: int) -> bool:
     return min(m, n) <= SHORT
 
 
+def short(m: int, n: int) -> bool:
+    """Whether rows of P are the faster way."""
+    return min(m, n) <= SHORT
+
+
 def windows(w: Tensor, m: int, n: int, start: int, stop: int) -> Tensor:
     """Rows start..stop of the matrix: (*batch, m + n - 1) -> (*batch, stop - start, n)"""
     return w[..., m - stop : m - start + n - 1].unfold(-1, n, 1).flip(-2)
