@@ -63,9 +63,9 @@ def run_page(page: Path) -> None:
 
 def _run_doctest(page: Path, block: Block, names: dict[str, object]) -> None:
     test = doctest.DocTestParser().get_doctest(block.code, names, page.name, str(page), block.line - 1)
+    test.globs = names  # get_doctest made a copy, but classes are looked up in their module
     said: list[str] = []
     doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append, clear_globs=False)
-    names.update(test.globs)  # get_doctest works on a copy
     if said:
         pytest.fail("".join(said), pytrace=False)
 

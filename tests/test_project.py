@@ -101,6 +101,12 @@ def test_every_command_has_a_module_with_run(name: str) -> None:
     assert callable(importlib.import_module(COMMANDS[name][0]).run)
 
 
+def test_the_guide_names_every_builder() -> None:
+    guide = (ROOT / "docs/operators.md").read_text()
+    builders = [name for name in headwise.operators.__all__ if name.islower()]
+    assert [name for name in builders if f"`{name}" not in guide] == []
+
+
 def test_the_changelog_knows_the_version() -> None:
     newest = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[0]
     assert newest == headwise.__version__
