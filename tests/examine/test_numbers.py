@@ -63,7 +63,7 @@ def brute_force(p: Tensor, v: Tensor | None = None) -> dict[str, Tensor]:
 
 def attentions(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
     """The model's own weights in float64, in the order of its calls."""
-    double = copy.deepcopy(model).double()
+    double = nn.Module.double(copy.deepcopy(model))
     double.set_attn_implementation("eager")
     inputs = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
     with torch.no_grad():

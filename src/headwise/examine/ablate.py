@@ -11,7 +11,6 @@ S0's experiment on a real model, in float64: float32 residuals bottom out near 2
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.examine.observe import blocks_of, hidden_states, relative_residual, run_model
+from headwise.examine.observe import blocks_of, hidden_states, in_double, relative_residual, run_model
 
 CURVES = ("all", "no attention skip", "no MLP", "pure attention")
 
@@ -31,7 +30,7 @@ def collapse_curves(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, 
     if not blocks or strange is not None:
         found = strange or f"{type(model).__name__}, which has no list of blocks"
         return {"supported": False, "why": f"skips and MLPs cannot be told apart in {found}"}
-    double = copy.deepcopy(model).double().eval()
+    double = in_double(model)
     one = {key: x[:1] if isinstance(x, Tensor) and x.dim() else x for key, x in batch.items()}
     one = {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in one.items()}
     curves = {name: _curve(double, one, name) for name in CURVES}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from headwise.errors import InputError
@@ -106,7 +107,7 @@ def _check_directory(path: Path, allow_pickle: bool) -> None:
 
 def _pretrained(source: Path | str, name: str, allow_pickle: bool, trust: bool, *, gguf: str | None = None) -> Loaded:
     transformers = transformers_library()
-    options: dict[str, Any] = {"attn_implementation": "sdpa", "trust_remote_code": trust}
+    options: dict[str, Any] = {"attn_implementation": "sdpa", "trust_remote_code": trust, "dtype": torch.float32}
     if gguf is not None:
         options["gguf_file"] = gguf
     elif not allow_pickle:
@@ -121,7 +122,7 @@ def _pretrained(source: Path | str, name: str, allow_pickle: bool, trust: bool, 
             model = _second_try(transformers, source, options, name)
         else:
             raise InputError(f"cannot load {name}: {one_line(error)}") from error
-    return Loaded(model.eval().float(), name, source, gguf, trust=trust)
+    return Loaded(model.eval(), name, source, gguf, trust=trust)
 
 
 def _second_try(transformers: Any, source: Path | str, options: dict[str, Any], name: str) -> nn.Module:

@@ -7,6 +7,7 @@ the blocks of the model.  A block is the module of a list (`nn.ModuleList`, `nn.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +93,11 @@ def observe(
     if not seen:
         raise nothing_seen(model)
     return [_measurement(b, heads, blocks, states) for b, heads in sorted(seen.items())]
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """A float64 copy in eval mode.  Not `model.double()`: transformers refuses that for weights that came from GGUF."""
+    return nn.Module.double(copy.deepcopy(model)).eval()
 
 
 def run_model(model: nn.Module, batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor) -> Any:

@@ -13,7 +13,6 @@ Dong, Cordonnier & Loukas 2021 (path decomposition); the recursion replaces thei
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headwise.examine.observe import blocks_of, relative_residual, run_model
+from headwise.examine.observe import blocks_of, in_double, relative_residual, run_model
 
 EXACT = 1e-6
 """Largest relative difference between the sum of all paths and the network's own output that counts as equal."""
@@ -120,7 +119,7 @@ def by_length(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     names = list(blocks_of(model))
     if not names:
         return {"supported": False, "why": f"{type(model).__name__} has no list of blocks"}
-    double = copy.deepcopy(model).double().eval()
+    double = in_double(model)
     blocks = blocks_of(double)
     one = {key: x[:1] if isinstance(x, Tensor) and x.dim() else x for key, x in batch.items()}
     one = {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in one.items()}
