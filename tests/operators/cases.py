@@ -249,7 +249,7 @@ COMPOSED = [
     ),
 ]
 
-# plain first, everything at once last: these two of each operator are compiled in the fast tier
+# everything at once last: it is the variant of each operator that is compiled in the fast tier
 EXACT = [*SIMILARITY, *SOFTMAX, *DOT_PRODUCT, *CONCATENATION, *UNIFORM, *SHIFT, *TOEPLITZ, *COMPOSED]
 
 
