@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from benchmarks.grow_kinds import compare, kinds
 from torch import Tensor, nn
 
+from benchmarks.grow_kinds import compare, kinds
 from headwise.grow import Grower
 from headwise.grow.baselines import gradmax, random_both, random_queries, source_recipe
 from headwise.grow.refit import refit

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from headwise.grow.normal import Tokens
-from headwise.grow.solve import Factors
 
 
-def fisher_gram(sequences: Sequence[Tokens], present: Factors) -> Tensor:
-    """(d_k, d_k), averaged over query rows and over the heads of a group; P is formed in blocks of rows."""
+def fisher_gram(sequences: Sequence[Tokens], z: Tensor) -> Tensor:
+    """(d_k, d_k) for Z (g, d_q, d_k), averaged over query rows and the heads of a group; P in blocks of rows."""
     total, rows = None, 0
-    z = present.product().double()
+    z = z.double()
     for tokens in sequences:
         y = tokens.keys.double()
         for x, allowed in tokens.blocks():

@@ -14,6 +14,7 @@ searches the step on the held-out loss (search.py), and replaces parameters and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
@@ -24,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from headwise.errors import InputError
 from headwise.grow.choose import Key, choose, rank
 from headwise.grow.event import GrowthEvent, HeadChange, HeadScore
-from headwise.grow.fisher import fisher_gram
 from headwise.grow.install import factors, parameters
+from headwise.grow.metric import root
 from headwise.grow.refit import refit
 from headwise.grow.search import Found, Loss, install_all, measure, preserving, search, without_loss
 from headwise.grow.solve import (
+    DAMPING,
     Factors,
     Problem,
     Solution,
@@ -65,7 +67,7 @@ class Grower:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        rows: int | None = 64,
+        rows: int | None = 32,
         memory: int = 1 << 26,
         folds: int = 4,
         group: dist.ProcessGroup | None = None,
@@ -144,7 +146,7 @@ class Grower:
         if not plan:
             return GrowthEvent((), "no head has a direction that two halves of the data agree on")
         before = None if loss is None else measure(self.model, loss, self.group)
-        chosen = {key: self._with_sequences(key, problems[key]) for key in plan}
+        chosen = {key: problems[key] for key in plan}
         if loss is None or before is None:
             found = without_loss(chosen, plan, solutions[0])
         else:
@@ -215,7 +217,7 @@ class Grower:
 
     def _change(self, key: Key, problem: Problem, grown: Factors) -> HeadChange:
         q, k = metrics(problem)
-        later = Problem(problem.folds, problem.shares, grown, problem.gram_q, problem.gram_k)
+        later = replace(problem, present=grown)
         scores = (bottleneck(x, problem.moment, q, k).score for x in (problem, later))
         return HeadChange(*key, problem.present.width, grown.width, *scores)
 
@@ -230,23 +232,28 @@ class Grower:
             if statistics.weight == 0:
                 continue
             gram_q, gram_k = statistics.means()
+            roots = root(gram_q, DAMPING), root(gram_k, DAMPING)
             shares = statistics.shares
             # a fold that saw nothing stays zero, and has no weight
             folds = statistics.folds / shares.where(shares > 0, torch.ones_like(shares))[:, None, None, None]
             for head in range(self.layers[name].heads):
                 present = factors(self.layers[name], head)
-                problems[name, head] = Problem(folds[:, head : head + 1], shares, present, gram_q, gram_k)
+                problems[name, head] = Problem(
+                    folds[:, head : head + 1],
+                    shares,
+                    present,
+                    gram_q,
+                    gram_k,
+                    statistics.kept,
+                    statistics.atoms,
+                    statistics.biased,
+                    roots,
+                )
         if not problems:
             raise InputError(
                 "grow: no statistics; call observe() after some backward passes of a loss that depends on the heads"
             )
         return problems
-
-    def _with_sequences(self, key: Key, problem: Problem) -> Problem:
-        statistics = self.statistics[key[0]]
-        fisher = None if statistics.biased or not statistics.kept else fisher_gram(statistics.kept, problem.present)
-        p = problem
-        return Problem(p.folds, p.shares, p.present, p.gram_q, p.gram_k, fisher, statistics.normal())
 
     def _broadcast(self, names: Sequence[str]) -> None:
         """Rank 0's weights everywhere: equal statistics give equal weights only on equal machines."""

@@ -54,8 +54,7 @@ def root(gram: Tensor, damping: float = 0.0) -> Root:
     return Root((vectors * half) @ vectors.mT, (vectors * inverse) @ vectors.mT, int(used.sum()))
 
 
-def complement(x: Tensor) -> Tensor:
-    """I - x x^+: the projection away from the columns of x (d, k).  Columns that depend on others are harmless."""
+def basis(x: Tensor) -> Tensor:
+    """An orthonormal basis of the columns of x (d, k).  Columns that depend on others are harmless."""
     u, s, _ = torch.linalg.svd(x, full_matrices=False)
-    u = u[:, s > CUTOFF**0.5 * s.amax().clamp(min=torch.finfo(s.dtype).tiny)] if s.numel() else u
-    return torch.eye(x.shape[0], dtype=x.dtype, device=x.device) - u @ u.mT
+    return u[:, s > CUTOFF**0.5 * s.amax().clamp(min=torch.finfo(s.dtype).tiny)]

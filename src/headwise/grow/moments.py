@@ -90,7 +90,9 @@ def direct(call: Call, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         g = call.gradient.index_select(-2, part).to(compute)
         inner = (g * call.outputs.index_select(-2, part).to(compute)).sum(-1, keepdim=True)
         d = p.mul_(inner - g @ values.mT)  # -P * (dP - inner)
-        yield part, d @ context.unsqueeze(1)
+        # heads side by side: one product a sequence, and no copy of the context for every head
+        d = d.expand(b, h, *d.shape[-2:])
+        yield part, (d.flatten(1, 2) @ context).unflatten(1, (h, len(part)))
 
 
 def appended(call: Call, build: Callable[..., AttentionOperator], *, bias: bool) -> Tensor:

@@ -12,8 +12,8 @@ then approximated by sum_a w_a A_a Z C_a.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -28,7 +28,8 @@ CHUNK = 1 << 20
 class Tokens:
     """One sequence: queries (m, d_q), keys (n, d_k); row i sees column j where `keep` and j <= i + `ahead` allow it.
 
-    `places` are the positions of the kept query rows in the original sequence, which causality is about.
+    `places` are the positions of the kept query rows in the original sequence, which causality is about; `ones` says
+    that a column of ones belongs to the queries (it is added when they are used).
     """
 
     queries: Tensor
@@ -36,10 +37,23 @@ class Tokens:
     keep: Tensor | None = None  # boolean (1 or m, n)
     ahead: int | None = None
     places: Tensor | None = None  # (m,), default 0 … m - 1
+    ones: bool = False
 
     @property
     def bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.queries, self.keys, self.keep) if x is not None)
+        parts = [self.keys, self.keep]
+        if self.queries.untyped_storage().data_ptr() != self.keys.untyped_storage().data_ptr():
+            parts.append(self.queries)
+        return sum(x.numel() * x.element_size() for x in parts if x is not None)
+
+    def packed(self) -> Tokens:
+        """The same with tensors of its own, to be sent: a view would bring its whole batch along."""
+        return replace(self, queries=self.queries.clone(), keys=self.keys.clone())
+
+    def asking(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows of X in float64, their ones included."""
+        x = self.queries[start:stop].double()
+        return torch.cat([x, x.new_ones(len(x), 1)], 1) if self.ones else x
 
     def allowed(self, start: int, stop: int) -> Tensor | None:
         """Boolean (1 or stop - start, n), or None where every row sees every key."""
@@ -58,7 +72,7 @@ class Tokens:
         step = max(1, CHUNK // max(1, len(self.keys)))
         for start in range(0, len(self.queries), step):
             stop = min(start + step, len(self.queries))
-            yield self.queries[start:stop].double(), self.allowed(start, stop)
+            yield self.asking(start, stop), self.allowed(start, stop)
 
     @property
     def product(self) -> bool:
@@ -67,7 +81,7 @@ class Tokens:
 
     def grams(self, *, centred: bool) -> tuple[Tensor, Tensor]:
         """A = sum_i x_i x_i^T (d_q, d_q) and C = mean over rows i of sum_j y_j y_j^T (d_k, d_k), j what i may see."""
-        y, x = self.keys.double(), self.queries.double()
+        y, x = self.keys.double(), self.asking()
         if self.product:
             y = y if self.keep is None else y[self.keep[0]]
             y = y - y.mean(0) if centred else y
@@ -90,6 +104,31 @@ class Tokens:
             scores = (x @ z) @ y.mT
             out += x.mT @ (_kept(scores, allowed, centred) @ y)
         return out
+
+    def side(self, k: Tensor, *, centred: bool) -> Callable[[Tensor], Tensor]:
+        """Q -> X^T (W * (X Q (Y K)^T)) Y K"""
+        yk = self.keys.double() @ k
+
+        def apply(q: Tensor) -> Tensor:
+            out = torch.zeros_like(q)
+            for x, allowed in self.blocks():
+                out += x.mT @ (_kept((x @ q) @ yk.mT, allowed, centred) @ yk)
+            return out
+
+        return apply
+
+    def other_side(self, q: Tensor, *, centred: bool) -> Callable[[Tensor], Tensor]:
+        """K -> Y^T (W * (X Q (Y K)^T))^T X Q"""
+        y = self.keys.double()
+
+        def apply(k: Tensor) -> Tensor:
+            out, yk = torch.zeros_like(k), y @ k
+            for x, allowed in self.blocks():
+                xq = x @ q
+                out += y.mT @ (_kept(xq @ yk.mT, allowed, centred).mT @ xq)
+            return out
+
+        return apply
 
 
 def _kept(scores: Tensor, allowed: Tensor | None, centred: bool) -> Tensor:
@@ -141,6 +180,37 @@ class NormalMap:
         for atom in self.atoms:
             out += atom.count * (atom.a.double() @ z @ atom.c.double())
         return out
+
+    def for_queries(self, k: Tensor) -> Callable[[Tensor], Tensor]:
+        """Q -> N(Q K^T) K with K (d_k, r) fixed: the normal map of W_q alone, at the cost of rank r."""
+        parts = [
+            p.side(k, centred=self.centred) if isinstance(p, Tokens) else (p[0], k.mT @ p[1] @ k) for p in self._grams
+        ]
+        parts += [(atom.count * atom.a.double(), k.mT @ atom.c.double() @ k) for atom in self.atoms]
+
+        def apply(q: Tensor) -> Tensor:
+            out = torch.zeros_like(q)
+            for part in parts:
+                out += part[0] @ (q @ part[1]) if isinstance(part, tuple) else part(q)
+            return out
+
+        return apply
+
+    def for_keys(self, q: Tensor) -> Callable[[Tensor], Tensor]:
+        """K -> N(Q K^T)^T Q with Q (d_q, r) fixed."""
+        parts = [
+            p.other_side(q, centred=self.centred) if isinstance(p, Tokens) else (p[1], q.mT @ p[0] @ q)
+            for p in self._grams
+        ]
+        parts += [(atom.count * atom.c.double(), q.mT @ atom.a.double() @ q) for atom in self.atoms]
+
+        def apply(k: Tensor) -> Tensor:
+            out = torch.zeros_like(k)
+            for part in parts:
+                out += part[0] @ (k @ part[1]) if isinstance(part, tuple) else part(k)
+            return out
+
+        return apply
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Mean A and mean C over all sequences: the two sides of the preconditioner."""

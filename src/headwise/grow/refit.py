@@ -23,13 +23,15 @@ from headwise.grow.solve import Factors, Path, Problem, room, score_change, trun
 
 SWEEPS = 3
 
+ENOUGH = 1e-3
+"""Tolerance of the inner solves when a model grows: the step is searched for anyway."""
+
 
 def conjugate_gradients(
     apply: Callable[[Tensor], Tensor],
     rhs: Tensor,
     precondition: Callable[[Tensor], Tensor],
     *,
-    start: Tensor | None = None,
     tolerance: float = 1e-10,
     iterations: int = 100,
 ) -> tuple[Tensor, int]:
@@ -37,8 +39,7 @@ def conjugate_gradients(
 
     Stops when the preconditioned residual has fallen by `tolerance`; a singular map is fine while rhs is in its range.
     """
-    x = torch.zeros_like(rhs) if start is None else start
-    r = rhs - apply(x) if start is not None else rhs.clone()
+    x, r = torch.zeros_like(rhs), rhs.clone()
     z = precondition(r)
     d, energy = z, float((r * z).sum())
     goal = tolerance**2 * max(abs(float((rhs * precondition(rhs)).sum())), 1e-300)
@@ -57,28 +58,30 @@ def conjugate_gradients(
     return x, iterations
 
 
-def unconstrained(normal: NormalMap, rhs: Tensor) -> tuple[Tensor, int]:
+def unconstrained(normal: NormalMap, rhs: Tensor, *, tolerance: float = 1e-10) -> tuple[Tensor, int]:
     """Z (d_q, d_k) with N(Z) = rhs, and the iterations; 1 for one unmasked sequence, where it is X^+ B X^+T."""
     a, c = (root(g) for g in normal.means())
     left, right = a.inverse @ a.inverse, c.inverse @ c.inverse
-    return conjugate_gradients(normal, rhs, lambda r: left @ r @ right / normal.count)
+    return conjugate_gradients(normal, rhs, lambda r: left @ r @ right / normal.count, tolerance=tolerance)
 
 
-def alternate(normal: NormalMap, target: Tensor, start: Factors, sweeps: int = SWEEPS) -> Factors:
+def alternate(
+    normal: NormalMap, target: Tensor, start: Factors, sweeps: int = SWEEPS, *, tolerance: float = 1e-10
+) -> Factors:
     """W_q and W_k in turn, each the least-squares optimum for the other; never worse than `start` (one head)."""
     a, c = normal.means()
     left, right = root(a).inverse, root(c).inverse
     left, right = left @ left, right @ right
     wq, wk = start.wq[0], start.wk
     for _ in range(sweeps):
+        # columns of one side are orthonormal in the mean metric, so that side of the preconditioner is the identity
         wk = _orthonormal(wk, c)
-        # columns of W_k are orthonormal in the mean metric, so the right factor of the preconditioner is the identity
         wq, _ = conjugate_gradients(
-            lambda q, k=wk: normal(q @ k.mT) @ k, target @ wk, lambda r: left @ r / normal.count, start=None
+            normal.for_queries(wk), target @ wk, lambda r: left @ r / normal.count, tolerance=tolerance
         )
         wq = _orthonormal(wq, a)
         wk, _ = conjugate_gradients(
-            lambda k, q=wq: normal(q @ k.mT).mT @ q, target.mT @ wq, lambda r: right @ r / normal.count, start=None
+            normal.for_keys(wq), target.mT @ wq, lambda r: right @ r / normal.count, tolerance=tolerance
         )
     return _balanced(wq, wk, root(a), root(c))
 
@@ -103,13 +106,11 @@ def refit(problem: Problem, p: int) -> Path:
     """All k + p dimensions anew.  Heads that share keys are not refitted: their problems are coupled."""
     room(problem, p)
     normal, z0 = problem.normal, problem.present.product().double()
-    if normal is None or normal.count == 0:
-        raise ShapeError("grow: a refit needs kept sequences; raise the memory budget of the statistics")
     if len(z0) > 1:
         raise ShapeError(f"grow: a refit is for one head, but {len(z0)} heads share these keys; use closed_form")
     rank = problem.present.width + p
     moment = problem.moment[0]  # of a mean loss, where N sums: `unit` takes up the factor
-    delta, _ = unconstrained(normal, moment)
+    delta, _ = unconstrained(normal, moment, tolerance=ENOUGH)
     metric = tuple(root(g) for g in normal.means())
     fixed = normal(z0[0])
 
@@ -117,7 +118,7 @@ def refit(problem: Problem, p: int) -> Path:
         return truncate(z0 + eta * delta, rank, *metric)
 
     def polished(eta: float) -> Factors:
-        return alternate(normal, fixed + eta * moment, at(eta))
+        return alternate(normal, fixed + eta * moment, at(eta), tolerance=ENOUGH)
 
     whole = Factors(delta.unsqueeze(0), torch.eye(len(delta.mT), dtype=delta.dtype, device=delta.device))
     origin = Factors(torch.zeros_like(whole.wq), whole.wk)

@@ -20,14 +20,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
 from torch import Tensor
 
 from headwise.errors import NonFiniteError, ShapeError
-from headwise.grow.metric import Root, complement, root
-from headwise.grow.normal import NormalMap
+from headwise.grow.fisher import fisher_gram
+from headwise.grow.metric import Root, basis, root
+from headwise.grow.normal import Atom, NormalMap, Tokens
 from headwise.shapes import same_axis
 
 DAMPING = 1e-3
@@ -65,8 +67,9 @@ class Problem:
     present  the weights as they are
     gram_q   mean over query rows of x x^T, (d_q, d_q); with a query bias x ends in a 1
     gram_k   mean over query rows of sum_j (x_j - mean)(x_j - mean)^T, j what the row may see, (d_k, d_k)
-    fisher_k the same with attention weights instead of ones, or None when it was not computed
-    normal   the least-squares problem of the scores, or None when no sequences were kept
+    kept     whole sequences; atoms: clusters of the rest (statistics.py)
+    biased   whether scores had an additive bias, which the sequences do not know
+    roots    damped roots of gram_q and gram_k, when they have been computed already
     """
 
     folds: Tensor
@@ -74,8 +77,10 @@ class Problem:
     present: Factors
     gram_q: Tensor
     gram_k: Tensor
-    fisher_k: Tensor | None = None
-    normal: NormalMap | None = None
+    kept: Sequence[Tokens] = ()
+    atoms: Sequence[Atom] = ()
+    biased: bool = False
+    roots: tuple[Root, Root] | None = None
 
     def __post_init__(self) -> None:
         g, dq, k = self.present.wq.shape
@@ -86,7 +91,23 @@ class Problem:
         if not bool(self.folds.isfinite().all()):
             raise NonFiniteError("grow: the gradient of the scores has non-finite entries; growth would spread them")
 
-    @property
+    @cached_property
+    def normal(self) -> NormalMap:
+        """The least-squares problem of the scores, or a ShapeError when no sequence is known."""
+        if not self.kept and not self.atoms:
+            raise ShapeError("grow: a refit needs kept sequences; raise the memory budget of the statistics")
+        return NormalMap(self.kept, self.atoms)
+
+    @cached_property
+    def fisher_k(self) -> Tensor:
+        """gram_k with attention weights instead of ones, or a ShapeError when it cannot be computed."""
+        if not self.kept:
+            raise ShapeError("grow: the Fisher metric needs kept sequences; raise the memory budget of the statistics")
+        if self.biased:
+            raise ShapeError("grow: the Fisher metric needs the attention, but its scores have a bias that is not kept")
+        return fisher_gram(self.kept, self.present.product())
+
+    @cached_property
     def moment(self) -> Tensor:
         """M over all the data: (g, d_q, d_k)"""
         weights = self.shares / self.shares.sum()
@@ -94,14 +115,17 @@ class Problem:
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """M on two disjoint halves of the data, or a ShapeError when there is only one part."""
-        live = [i for i in range(len(self.shares)) if float(self.shares[i]) > 0]
+        live = self.shares.nonzero().flatten()
         if len(live) < 2:
             raise ShapeError("grow: one sequence cannot be cross-validated; observe at least two, or name p and heads")
-        even, odd = live[0::2], live[1::2]
-        return self._mean(even), self._mean(odd)
+        return self._mean(live[0::2]), self._mean(live[1::2])
 
-    def _mean(self, parts: Sequence[int]) -> Tensor:
-        index = torch.tensor(parts, device=self.folds.device)
+    def half_share(self) -> float:
+        """How much of the data the first half is."""
+        live = self.shares.nonzero().flatten()
+        return float(self.shares[live[0::2]].sum() / self.shares.sum())
+
+    def _mean(self, index: Tensor) -> Tensor:
         weights = self.shares[index].double()
         return torch.einsum("f,fgqk->gqk", weights / weights.sum(), self.folds[index].double())
 
@@ -133,10 +157,11 @@ class Bottleneck:
 
 def metrics(problem: Problem, *, fisher: bool = False, damping: float = DAMPING) -> tuple[Root, Root]:
     """The damped roots of G_q and of G_k or, with `fisher`, of its attention-weighted form."""
-    gram_k = problem.fisher_k if fisher else problem.gram_k
-    if gram_k is None:
-        raise ShapeError("grow: the Fisher metric needs kept sequences; raise the memory budget of the statistics")
-    return root(problem.gram_q, damping), root(gram_k, damping)
+    q, k = problem.roots if problem.roots is not None and damping == DAMPING else (None, None)
+    q = root(problem.gram_q, damping) if q is None else q
+    if fisher:
+        return q, root(problem.fisher_k, damping)
+    return q, root(problem.gram_k, damping) if k is None else k
 
 
 def bottleneck(problem: Problem, moment: Tensor, q: Root, k: Root) -> Bottleneck:
@@ -145,7 +170,9 @@ def bottleneck(problem: Problem, moment: Tensor, q: Root, k: Root) -> Bottleneck
     white = (q.inverse @ moment.double() @ k.inverse).reshape(g * dq, dk)
     present_q = (q.root @ problem.present.wq.double()).reshape(g * dq, -1)
     present_k = k.root @ problem.present.wk.double()
-    return Bottleneck(complement(present_q) @ white @ complement(present_k), q.inverse, k.inverse)
+    u, v = basis(present_q), basis(present_k)
+    white = white - u @ (u.mT @ white)
+    return Bottleneck(white - (white @ v) @ v.mT, q.inverse, k.inverse)
 
 
 @final
@@ -166,11 +193,16 @@ class Score:
 def score(problem: Problem, *, fisher: bool = False) -> Score:
     """The bottleneck of a head and its cross-validated form; no singular value decomposition of M."""
     q, k = metrics(problem, fisher=fisher)
-    first, second = problem.halves()
-    ra, rb = bottleneck(problem, first, q, k).residual, bottleneck(problem, second, q, k).residual
-    wish = float(((q.inverse @ first @ k.inverse) * (q.inverse @ second @ k.inverse)).sum())
-    validated = float((ra * rb).sum())
-    raw = bottleneck(problem, problem.moment, q, k).score
+    halves = problem.halves()
+    g, dq, dk = halves[0].shape
+    whites = [(q.inverse @ m @ k.inverse).reshape(g * dq, dk) for m in halves]
+    # `bottleneck` on each half, with the present directions orthonormalised once
+    u = basis((q.root @ problem.present.wq.double()).reshape(g * dq, -1))
+    v = basis(k.root @ problem.present.wk.double())
+    first, second = (r - (r @ v) @ v.mT for r in (w - u @ (u.mT @ w) for w in whites))
+    wish, validated = float((whites[0] * whites[1]).sum()), float((first * second).sum())
+    share = problem.half_share()
+    raw = float((share * first + (1 - share) * second).square().sum())  # R is linear in M
     return Score(raw, validated, validated / wish if wish > 0 else 0.0)
 
 

@@ -13,6 +13,7 @@ Only query rows that the loss looks at count (a row whose gradient is zero may c
 from __future__ import annotations
 
 import itertools
+import math
 from typing import final
 
 import torch
@@ -42,7 +43,7 @@ class LayerStatistics:
         d_k: int,
         *,
         folds: int = 4,
-        rows: int | None = 64,
+        rows: int | None = 32,
         memory: int = 1 << 26,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
@@ -85,8 +86,8 @@ class LayerStatistics:
     @staticmethod
     def check(call: Call, layer: str) -> None:
         """A NonFiniteError unless the gradient is made of numbers."""
-        bad = int((~call.gradient.isfinite()).sum())
-        if bad:
+        if not math.isfinite(float(call.gradient.sum(dtype=torch.float64))):
+            bad = int((~call.gradient.isfinite()).sum())
             raise NonFiniteError(
                 f"observe: the gradient of {layer}'s heads has {bad} non-finite of {call.gradient.numel()} entries; "
                 "nothing was added; skip this batch or lower the loss scale"
@@ -114,30 +115,30 @@ class LayerStatistics:
 
     def _grams(self, call: Call, rows: Tensor, live: Tensor, stretch: Tensor, bias: bool) -> None:
         assert isinstance(call.operator, Softmax)
-        x, y = augmented(call.x, bias)[live], call.context
-        x = x.to(self.folds.dtype)
+        y = call.context.to(self.folds.dtype)
+        w = live.index_select(1, rows).to(y) * stretch.to(y)[:, None]  # (b, r): how many rows each stands for
+        x = augmented(call.x.index_select(1, rows), bias).to(y) * w.sqrt().unsqueeze(-1)
+        x = x.flatten(0, 1)
         self.gram_q += (x.mT @ x).double()
-        self.weight += len(x)
-        y = y.to(self.folds.dtype)
-        w = live.index_select(1, rows).to(y) * stretch.to(y)[:, None]  # (b, r)
+        self.weight += live.sum()
         seen = allowed_rows(call.operator, rows)
         if seen is None:
             y = y - y.mean(1, keepdim=True)
-            y = y * w.sum(1).sqrt()[:, None, None]
-            self.gram_k += torch.einsum("bnk,bnl->kl", y, y).double()
+            y = (y * w.sum(1).sqrt()[:, None, None]).flatten(0, 1)
+            self.gram_k += (y.mT @ y).double()
             return
         a = seen.any(1).to(y).expand(len(y), len(rows), y.shape[1])
         columns = torch.einsum("br,brn->bn", w, a)
         sums, counts = a @ y, a.sum(-1).clamp(min=1)
-        sums = sums * (w / counts).sqrt().unsqueeze(-1)
-        y = y * columns.sqrt().unsqueeze(-1)
-        self.gram_k += (torch.einsum("bnk,bnl->kl", y, y) - torch.einsum("brk,brl->kl", sums, sums)).double()
+        sums = (sums * (w / counts).sqrt().unsqueeze(-1)).flatten(0, 1)
+        y = (y * columns.sqrt().unsqueeze(-1)).flatten(0, 1)
+        self.gram_k += (y.mT @ y - sums.mT @ sums).double()
 
     def _remember(self, call: Call, live: Tensor, bias: bool) -> None:
         assert isinstance(call.operator, Softmax)
         s = call.operator.scores
         self.biased |= s.bias is not None
-        x, b = augmented(call.x, bias), len(call.x)
+        b, every = len(call.x), live.all(1).tolist()
         keep = None if s.keep is None else s.keep.reshape(*(1,) * (4 - s.keep.dim()), *s.keep.shape).any(1)
         for i in range(b):
             places = live[i].nonzero().squeeze(-1)
@@ -149,7 +150,9 @@ class LayerStatistics:
             y = call.context[i]
             if mask is not None and mask.shape[0] == 1 and s.ahead is None:
                 y, mask = y[mask[0]], None  # padding: simply not there
-            self._store(Tokens(x[i, places].clone(), y.clone(), mask, s.ahead, None if s.ahead is None else places))
+            # references to what the forward pass made, where they will do: no copy, and queries are often the keys
+            x = call.x[i] if every[i] else call.x[i, places]
+            self._store(Tokens(x, y, mask, s.ahead, None if s.ahead is None else places, bias))
 
     def _store(self, tokens: Tokens) -> None:
         if self.used + tokens.bytes <= self.memory:
@@ -233,7 +236,7 @@ class LayerStatistics:
             dist.all_reduce(x, group=group)
         self.sequences, self.biased = int(count[0]), bool(count[1])
         parts: list[tuple[list[Tokens], list[Atom]] | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, (self.kept, self.atoms), group=group)
+        dist.all_gather_object(parts, ([t.packed() for t in self.kept], self.atoms), group=group)
         self.kept, self.atoms = [], []
         for part in parts:
             assert part is not None
