@@ -7,6 +7,8 @@ import torch
 from headwise.operators.efficient import efficient
 from headwise.operators.factored import factored
 from headwise.operators.fixed import fixed, fixed_steps
+from headwise.operators.hashed import hashed, random_rotations
+from headwise.operators.nystrom import nystrom
 from headwise.operators.projected import projected
 from headwise.operators.projections import convolution, count_sketch, dense, hadamard, identity, pooling
 from headwise.operators.strided import strided, strided_steps
@@ -22,11 +24,34 @@ LARGER = {"q": (1, 2, 19, 4), "k": (1, 2, 19, 4)}
 LATE = {"q": (2, 3, 5, 4), "k": (2, 3, 9, 4)}
 
 
-def both(name: str, builder, twin, inputs, *args, **options) -> Case:
+def both(name: str, builder, twin, inputs, *args, tolerance: float = 1.0, **options) -> Case:
     """A builder and a twin that take the same arguments; a padding (b, n) is given heads for the twin."""
     padding = options.get("padding")
     slow = options if padding is None else {**options, "padding": padding.unsqueeze(1)}
-    return Case(name, lambda q, k: builder(q, k, *args, **options), inputs, lambda q, k: twin(q, k, *args, **slow))
+    return Case(
+        name,
+        lambda q, k: builder(q, k, *args, **options),
+        inputs,
+        lambda q, k: twin(q, k, *args, **slow),
+        tolerance=tolerance,
+    )
+
+
+ROTATIONS = random_rotations(4, 4, 3, generator=torch.Generator().manual_seed(0))
+
+
+def hashing(name: str, *, shared: bool = False, **options) -> Case:
+    """Hashed attention with chunks of 2: which pairs meet must not depend on rounding, so rotations stay as drawn."""
+    padding = options.get("padding")
+    slow = options if padding is None else {**options, "padding": padding.unsqueeze(1)}
+    return Case(
+        name,
+        (lambda q: hashed(q, None, ROTATIONS.to(q.dtype), chunk=2, **options))
+        if shared
+        else (lambda q, k: hashed(q, k, ROTATIONS.to(q.dtype), chunk=2, **options)),
+        {"q": (2, 3, 9, 4)} if shared else SELF,
+        lambda q, k=None: twins.hashed(q, k, ROTATIONS, chunk=2, **slow),
+    )
 
 
 SKETCH = count_sketch(9, 4, generator=torch.Generator().manual_seed(0))
@@ -100,4 +125,12 @@ TABLE_CASES = [
     both("fixed, steps", fixed_steps, twins.fixed_steps, SELF, 3),
     both("fixed, steps, causal", fixed_steps, twins.fixed_steps, SELF, 3, 2, causal=True),
     both("fixed, padding", fixed, twins.fixed, SELF, 4, 2, padding=PADDING),
+    both("nystrom", nystrom, twins.nystrom, LATE, 3, tolerance=10.0),
+    both("nystrom, padding", nystrom, twins.nystrom, SELF, 4, padding=PADDING, tolerance=10.0),
+    hashing("hashed"),
+    hashing("hashed, causal", causal=True),
+    hashing("hashed, shared", shared=True),
+    hashing("hashed, shared, causal", shared=True, causal=True),
+    hashing("hashed, padding", padding=PADDING),
+    hashing("hashed, shared, causal, padding", shared=True, causal=True, padding=PADDING),
 ]

@@ -22,7 +22,7 @@ def test_every_length_and_size(n: int, size: int, causal: bool) -> None:
     for fast, slow in (
         (strided(q, k, size, causal=causal), twins.strided(q, k, size, causal=causal)),
         (fixed(q, k, size, causal=causal), twins.fixed(q, k, size, causal=causal)),
-        (fixed(q, k, size, size, causal=causal), softmax(q, k, causal=causal).dense()),
+        (fixed(q, k, size, size, causal=causal), twins.fixed(q, k, size, size, causal=causal)),
     ):
         out, expected = fast(v), slow @ v
         torch.testing.assert_close(out, expected)
@@ -44,6 +44,14 @@ def test_no_look_ahead(build) -> None:
 def test_padding_is_absence(build) -> None:
     assert_padding_is_absence(lambda q, k, padding=None: build(q, k, 7, causal=True, padding=padding), 40, 30)
     assert_padding_is_absence(lambda q, k, padding=None: build(q, k, 7, padding=padding), 42, 35)
+
+
+def test_a_block_that_is_all_summary_is_softmax() -> None:
+    q, k, v = draw(3, 2, 12, 4).unbind(0)
+    torch.testing.assert_close(fixed(q, k, 4, 4)(v), softmax(q, k)(v))
+    torch.testing.assert_close(
+        fixed(q[:, :11], k[:, :11], 4, 4, causal=True)(v[:, :11]), softmax(q, k, causal=True)(v)[:, :11]
+    )
 
 
 def test_the_steps_reach_everything_behind() -> None:

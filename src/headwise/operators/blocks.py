@@ -90,8 +90,8 @@ class Union:
             # the kernel's gradient with respect to values that are zero is P^T u
             q, k, rows = _one_width(q, k, rows)
             merge, zeros = Merge(self.scale, self.pieces), torch.zeros_like(k)
-            kept = fused.Forward.apply(merge, q, k, zeros)
-            out = fused.Pull.apply(merge, rows, q, k, zeros, *kept)[2][..., : u.shape[-1]]
+            kept = fused.Forward.apply(merge, 3, q, k, zeros)
+            out = fused.Pull.apply(merge, 3, rows, q, k, zeros, *kept)[2][..., : u.shape[-1]]
         if self.keep is not None:
             out = out.masked_fill(~self.keep.expand(*batch, self.shape[-1]).reshape(out.shape[:-1]).unsqueeze(-1), 0)
         return out.unflatten(0, batch).to(u.dtype) if batch else out.squeeze(0).to(u.dtype)

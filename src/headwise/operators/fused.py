@@ -2,7 +2,7 @@
 
 A kernel is (b, rows, width) tensors in, one tensor out, with what its backward needs beside it.  The first derivative
 is the kernel's own `pull`; the second goes through `plain`, the same function in differentiable operations; vmap folds
-the mapped axis into the batch axis b, which every kernel treats alike.
+the mapped axis into the batch axis b, which every kernel treats alike.  Integer and boolean inputs come last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Kernel(Protocol):
         ...
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of <result, pull> with respect to the inputs; `tensors` are the inputs, then all of `forward`."""
+        """Gradients of <result, pull> in the floating inputs; `tensors` are the inputs, then all of `forward`."""
         ...
 
     def plain(self, *tensors: Tensor) -> Tensor:
@@ -31,51 +31,60 @@ def run(kernel: Kernel, *tensors: Tensor) -> Tensor:
     """kernel(*tensors): fast on a CPU, plain elsewhere and where torch.compile traces (and fuses by itself)."""
     if tensors[0].device.type != "cpu" or torch.compiler.is_compiling():
         return kernel.plain(*tensors)
-    return Forward.apply(kernel, *tensors)[0]
+    return Forward.apply(kernel, sum(x.is_floating_point() for x in tensors), *tensors)[0]
 
 
 class Forward(torch.autograd.Function):
     @staticmethod
-    def forward(kernel: Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(kernel: Kernel, floating: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         return kernel.forward(*tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.kernel, *tensors = inputs
+        ctx.kernel, ctx.floating, *tensors = inputs
+        ctx.inputs = len(tensors)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *Pull.apply(ctx.kernel, pulls[0], *ctx.saved_tensors))
+        gradients = Pull.apply(ctx.kernel, ctx.inputs, pulls[0], *ctx.saved_tensors)
+        return (None, None, *gradients, *(None,) * (ctx.inputs - ctx.floating))
 
     @staticmethod
-    def vmap(info: Any, dims: Any, kernel: Kernel, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        out = Forward.apply(kernel, *_folded(info.batch_size, dims[1:], tensors))
+    def vmap(
+        info: Any, dims: Any, kernel: Kernel, floating: int, *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        out = Forward.apply(kernel, floating, *_folded(info.batch_size, dims[2:], tensors))
         return _unfolded(info.batch_size, out)
 
 
 class Pull(torch.autograd.Function):
     @staticmethod
-    def forward(kernel: Kernel, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(kernel: Kernel, inputs: int, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         return kernel.pull(pull, *tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.kernel, pull, *tensors = inputs
-        ctx.kept = len(tensors) - len(output)
-        ctx.save_for_backward(pull, *tensors[: len(output)])
+        ctx.kernel, count, pull, *tensors = inputs
+        ctx.floating, ctx.rest = len(output), len(tensors) - len(output)
+        ctx.save_for_backward(pull, *tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
-        def first(pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-            return torch.func.vjp(ctx.kernel.plain, *tensors)[1](pull)
+        pull, *tensors = ctx.saved_tensors
+        floating, others = tensors[: ctx.floating], tensors[ctx.floating :]
 
-        return (None, *torch.func.vjp(first, *ctx.saved_tensors)[1](pulls), *(None,) * ctx.kept)
+        def first(pull: Tensor, *floating: Tensor) -> tuple[Tensor, ...]:
+            return torch.func.vjp(lambda *xs: ctx.kernel.plain(*xs, *others), *floating)[1](pull)
+
+        return (None, None, *torch.func.vjp(first, pull, *floating)[1](pulls), *(None,) * ctx.rest)
 
     @staticmethod
-    def vmap(info: Any, dims: Any, kernel: Kernel, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        out = Pull.apply(kernel, *_folded(info.batch_size, dims[1:], tensors))
+    def vmap(
+        info: Any, dims: Any, kernel: Kernel, inputs: int, *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        out = Pull.apply(kernel, inputs, *_folded(info.batch_size, dims[2:], tensors))
         return _unfolded(info.batch_size, out)
 
 

@@ -172,7 +172,7 @@ class Pooling(Projection):
 
     def counts(self, keep: Tensor) -> Tensor:
         there = self._segments(keep.unsqueeze(-1)).sum(-2).squeeze(-1)
-        return there.clamp(min=1) / self._sizes(keep).squeeze(-1)
+        return there.clamp(min=1).double() / self._sizes(keep).squeeze(-1)
 
     def _segments(self, x: Tensor) -> Tensor:
         return F.pad(x, (0, 0, 0, self.slots * self.size - self.length)).unflatten(-2, (self.slots, self.size))

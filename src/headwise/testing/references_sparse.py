@@ -156,7 +156,8 @@ def fixed(
     """Query i sees its own block and the last `summaries` keys of every whole block."""
 
     def allowed(i: int, j: int) -> bool:
-        return (j // block == i // block or j % block >= block - summaries) and (not causal or j <= i)
+        whole = (j // block + 1) * block <= k.shape[-2]
+        return (j // block == i // block or (whole and j % block >= block - summaries)) and (not causal or j <= i)
 
     return softmax_over(q, k, allowed, padding=padding)
 
@@ -168,7 +169,79 @@ def fixed_steps(
     own = softmax_over(q, k, lambda i, j: j // block == i // block and (not causal or j <= i), padding=padding)
 
     def across(i: int, j: int) -> bool:
-        other = j // block != i // block and j % block >= block - summaries
+        whole = (j // block + 1) * block <= k.shape[-2]
+        other = whole and j // block != i // block and j % block >= block - summaries
         return j == i or (other and (not causal or j <= i))
 
     return softmax_over(q, k, across, padding=padding) @ own
+
+
+def nystrom(q: Tensor, k: Tensor, landmarks: int, *, iterations: int = 6, padding: Tensor | None = None) -> Tensor:
+    """softmax(q K~^T) Z softmax(Q~ k^T), segment by segment; with padding, as many queries as keys."""
+
+    def means(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        size = math.ceil(x.shape[-2] / landmarks)
+        e, filled = masked_projection(projection("pooling", x.shape[-2], size=size), keep, mean=True)
+        return e @ x.double(), filled
+
+    near_q, filled_q = means(q, padding if q.shape[-2] == k.shape[-2] else None)
+    near_k, filled_k = means(k, padding)
+    everything = lambda i, j: True  # noqa: E731
+    left = softmax_over(q, near_k, everything, padding=filled_k)
+    right = softmax_over(near_q, k, everything, padding=padding)
+    a = softmax_over(near_q, near_k, everything, padding=filled_k)
+    if filled_q is not None:
+        a, right = a * filled_q.unsqueeze(-1), right * filled_q.unsqueeze(-1)
+    one = torch.eye(a.shape[-2], dtype=torch.float64)
+    z = a.mT / a.sum(-2).amax(-1)[..., None, None]
+    for _ in range(iterations):
+        z = z @ (13 * one - a @ z @ (15 * one - a @ z @ (7 * one - a @ z))) / 4
+    return left @ z @ right
+
+
+def hashed(
+    q: Tensor,
+    k: Tensor | None,
+    rotations: Tensor,
+    *,
+    chunk: int,
+    causal: bool = False,
+    padding: Tensor | None = None,
+) -> Tensor:
+    """One sequence after the other: sort by hash in every round, meet the own chunk and the one before, and itself."""
+    shared, n = k is None, q.shape[-2]
+    keys = q if k is None else k
+    if padding is not None:
+        padding = padding.expand(*q.shape[:-1])
+    flat_q, flat_k = q.double().reshape(-1, *q.shape[-2:]), keys.double().reshape(-1, *q.shape[-2:])
+    results = []
+    for i in range(flat_q.shape[0]):
+        there = torch.ones(n, dtype=torch.bool) if padding is None else padding.reshape(-1, n)[i]
+        met = torch.zeros(n, n, dtype=torch.bool)
+        for rotation in rotations.double():
+            ranks = []
+            for x in (flat_q[i], flat_k[i]):
+                # hashed in single precision, as a hash is: a tie that falls the other way is another hash
+                turned = x.detach().float() @ rotation.float()
+                hashes = torch.cat([turned, -turned], dim=-1).argmax(-1).tolist()
+                hashes = [h if there[j] else 10**9 for j, h in enumerate(hashes)]
+                order = sorted(range(n), key=lambda j: (hashes[j], j))
+                ranks.append({position: rank for rank, position in enumerate(order)})
+            for a in range(n):
+                for b in range(n):
+                    if ranks[0][a] // chunk - ranks[1][b] // chunk in (0, 1):
+                        met[a, b] = True
+        met |= torch.eye(n, dtype=torch.bool)
+        if causal:
+            met &= torch.ones(n, n).tril().bool()
+        met &= there
+        key = flat_k[i]
+        if shared:
+            key = key / key.norm(dim=-1, keepdim=True) * math.sqrt(key.shape[-1])
+        s = flat_q[i] @ key.mT / math.sqrt(key.shape[-1])
+        s = torch.where(torch.eye(n).bool(), torch.full_like(s, -1e5), s) if shared else s
+        s = s.masked_fill(~met, 0.0)
+        top = s.detach().masked_fill(~met, -math.inf).amax(-1, keepdim=True)
+        w = torch.where(met, (s - top.masked_fill(top == -math.inf, 0.0)).exp(), 0.0)
+        results.append(w / w.sum(-1, keepdim=True).masked_fill(~met.any(-1, keepdim=True), 1.0))
+    return torch.stack(results).reshape(*q.shape[:-1], n)
