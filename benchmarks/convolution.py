@@ -1,0 +1,178 @@
+"""Attention by position against convolution: nine heads, 64 channels, maps of 32, 64 and 128 cells a side.
+
+    python benchmarks/convolution.py time   [--sides 32 64 128] [--rounds 30] [--threads 1]
+    python benchmarks/convolution.py memory [--sides 64 128 256]
+    python benchmarks/convolution.py alpha       error and centre gradients of soft heads against alpha
+    python benchmarks/convolution.py encodings   multiply-adds by positional encoding
+
+Times are ratios within one run: every round times all methods one after the other, a ratio is taken in each round, and
+the median over the rounds is printed with its quartiles.  A busy machine slows all methods of a round alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.nn.positional import QuadraticAttention
+from headwise.operators.softmax import softmax
+from headwise.rewrite import convert, exact, soft, soft_grid
+from headwise.theory.convolution import centres_stop_learning, encoding_costs
+
+CHANNELS, KERNEL, ALPHA = 64, 3, 6.0
+DENSE_ROUNDS = 3  # dense attention takes seconds
+
+
+def methods(side: int, seed: int = 0) -> dict[str, Callable[[], Tensor]]:
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1).eval()
+    x = torch.randn(1, CHANNELS, side, side)
+    shifts, shared, free = (convert(conv, mode)[0].eval() for mode in (exact, soft_grid(ALPHA), soft(ALPHA)))
+    kernel, bias = conv.weight.detach().flatten(1), conv.bias.detach()  # pyright: ignore
+
+    def unfolded() -> Tensor:
+        y = kernel @ F.unfold(x, KERNEL, padding=1) + bias[:, None]
+        return y.unflatten(-1, (side, side))
+
+    assert isinstance(free, QuadraticAttention)
+    return {
+        "conv2d": lambda: conv(x),
+        "exact": lambda: shifts(x),
+        "unfold": unfolded,
+        "soft, shared factors": lambda: shared(x),
+        "soft, nine free heads": lambda: free(x),
+        "dense softmax (fused)": lambda: dense(free, x),
+    }
+
+
+def dense(layer: QuadraticAttention, x: Tensor) -> Tensor:
+    """The same nine heads as ordinary attention: -alpha |k - q - c|^2 as a dot product, fused, P not formed."""
+    wide = F.pad(x, (1, 1, 1, 1))
+    sides, m = wide.shape[2:], x.shape[2] * x.shape[3]
+    rows = torch.cartesian_prod(*(torch.arange(float(s)) for s in sides))
+    stand = torch.cartesian_prod(*(torch.arange(float(s)) for s in x.shape[2:]))
+    at = stand + layer.centres.unsqueeze(1)  # (h, m, 2)
+    q = torch.cat([2 * ALPHA * at, torch.full((*at.shape[:2], 1), -ALPHA)], dim=-1)
+    k = torch.cat([rows, rows.square().sum(-1, keepdim=True)], dim=-1)
+    seen = softmax(q, k.expand(len(q), *k.shape), scale=1.0)(wide.flatten(2).mT.expand(len(q), -1, -1))  # (h, m, d)
+    y = torch.einsum("hmi,hoi->om", seen, layer.weight).reshape(1, -1, *x.shape[2:])
+    assert y.shape[2] * y.shape[3] == m
+    return y + layer.bias.reshape(-1, 1, 1)  # pyright: ignore
+
+
+def seconds(call: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def times(sides: list[int], rounds: int) -> None:
+    print(f"{torch.get_num_threads()} threads, {CHANNELS} channels, {KERNEL * KERNEL} heads; time / time of conv2d")
+    for side in sides:
+        calls = methods(side)
+        expected = calls["conv2d"]()
+        quick = {name: call for name, call in calls.items() if not name.startswith("dense")}
+        for name, call in calls.items():
+            if not (name.startswith("dense") and side > 64):
+                error = (call() - expected).abs().max().item()
+                assert error < (1e-4 if name in ("exact", "unfold", "conv2d") else 0.2), f"{name} is off by {error}"
+        taken: dict[str, list[float]] = {name: [] for name in quick}
+        for _ in range(rounds):
+            for name, call in quick.items():
+                taken[name].append(seconds(call))
+        print(f"{side} x {side}   conv2d {1e3 * statistics.median(taken['conv2d']):.2f} ms")
+        for name in list(quick)[1:]:
+            print(f"    {name:<24}{spread([a / b for a, b in zip(taken[name], taken['conv2d'], strict=True)])}")
+        slow = [
+            (seconds(calls["dense softmax (fused)"]), seconds(calls["soft, shared factors"]))
+            for _ in range(DENSE_ROUNDS)
+        ]
+        ratios = [a / b for a, b in slow]
+        print(f"    dense softmax (fused) / soft, shared factors: {spread(ratios)}")
+
+
+def spread(ratios: list[float]) -> str:
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:8.2f}   ({low:.2f} to {high:.2f})"
+
+
+def memory(sides: list[int]) -> None:
+    """Peak memory above that of the input, in a fresh process for every cell of the table."""
+    print("bytes a cell above the idle process (conv2d's own output: 256)")
+    for name in ("conv2d", "exact", "unfold", "soft, shared factors", "soft, nine free heads"):
+        row = []
+        for side in sides:
+            command = [sys.executable, __file__, "peak", "--name", name, "--sides", str(side)]
+            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            row.append(f"{side}²: {int(out) / side**2:8.0f}")
+        print(f"    {name:<24}{'   '.join(row)}")
+    for side in sides:
+        print(f"    dense P of nine heads, {side}²: {9 * 4 * side**2:,} bytes a cell (not run)")
+
+
+@torch.no_grad()
+def peak(name: str, side: int) -> None:
+    methods(8)[name]()  # load every library first
+    call = methods(side)[name]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    call()
+    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+
+
+def alphas() -> None:
+    print("alpha   error / scale float32   / e^-alpha   float64      largest gradient of a centre, / (alpha e^-alpha)")
+    torch.manual_seed(0)
+    conv, x = nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1), torch.randn(2, CHANNELS, 16, 16)
+    for alpha in (2.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 24.0):
+        single = convert(conv, soft_grid(alpha), probe=x)[1]
+        double = convert(conv.double(), soft_grid(alpha), probe=x.double())[1]
+        conv.float()
+        gradient = centres_stop_learning(alpha, 9)
+        relative = single.largest_change / single.scale
+        print(
+            f"{alpha:5.0f}   {relative:21.1e}   {relative * math.exp(alpha):10.1f}   "
+            f"{double.largest_change / double.scale:.1e}   {gradient.measured:.1e}, "
+            f"{gradient.measured / (alpha * math.exp(-alpha)):.1f}"
+        )
+
+
+def encodings() -> None:
+    for grid in ((16, 16), (32, 32), (64, 64), (128, 128)):
+        costs = encoding_costs(grid, CHANNELS)
+        print(f"{grid[0]} x {grid[1]}   " + "   ".join(f"{k} {v.multiply_adds:.2e}" for k, v in costs.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["time", "memory", "alpha", "encodings", "peak"])
+    parser.add_argument("--sides", type=int, nargs="+")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--name", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.what == "time":
+        times(options.sides or [32, 64, 128], options.rounds)
+    elif options.what == "memory":
+        memory(options.sides or [64, 128, 256])
+    elif options.what == "peak":
+        peak(options.name, options.sides[0])
+    elif options.what == "alpha":
+        alphas()
+    else:
+        encodings()
+
+
+if __name__ == "__main__":
+    main()
