@@ -1,0 +1,71 @@
+"""E ||P R^T R w - P w||^2 = (||P||_F^2 ||w||^2 + ||P w||^2) / k: what a Gaussian sketch of P loses, exactly.
+
+R is k x n with N(0, 1/k) entries.  For one row p, p R^T R w - p.w has mean zero and variance
+(||p||^2 ||w||^2 + (p.w)^2) / k; sum over the rows.  The sources bound the error by eps ||P w||, which cannot hold: the
+(||p||^2 ||w||^2 + (p.w)^2) / k; sum over the rows.  The sources bound the error by eps ||P w||; that cannot be: the
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def sketch_size(n: int, epsilon: float, constant: float = 5.0) -> int:
+    """ceil(5 ln n / (eps^2 - eps^3)), the theorem's k; with constant 9 and n = d the second source's, free of n."""
+    return math.ceil(constant * math.log(n) / (epsilon**2 - epsilon**3))
+
+
+@dataclass(frozen=True)
+class Frequency:
+    """How often something failed in independent draws, with its 99 % interval (Wilson)."""
+
+    failures: int
+    draws: int
+
+    @property
+    def rate(self) -> float:
+        return self.failures / self.draws
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        z, n, p = 2.5758, self.draws, self.rate
+        middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def sketch(k: int, n: int, generator: torch.Generator | None = None) -> Tensor:
+    return torch.randn(k, n, dtype=torch.float64, generator=generator) / math.sqrt(k)
+
+
+def failures_of_low_rank(
+    p: Tensor, w: Tensor, k: int, epsilon: float, draws: int, *, generator: torch.Generator | None = None
+) -> Frequency:
+    """How often ||P R^T R w - P w|| > eps ||P w||."""
+    exact = p @ w
+    limit, failed = epsilon * exact.norm(), 0
+    for _ in range(draws):
+        r = sketch(k, p.shape[-1], generator)
+        failed += bool((p @ (r.mT @ (r @ w)) - exact).norm() > limit)
+    return Frequency(failed, draws)
+
+
+def expected_square(p: Tensor, w: Tensor, k: int) -> float:
+    """(||P||_F^2 ||w||^2 + ||P w||^2) / k."""
+    return ((p.square().sum() * w.square().sum() + (p @ w).square().sum()) / k).item()
+
+
+def measured_square(
+    p: Tensor, w: Tensor, k: int, draws: int, *, generator: torch.Generator | None = None
+) -> tuple[float, float]:
+    """Mean of ||P R^T R w - P w||^2 over draws, and its standard error."""
+    exact, found = p @ w, []
+    for _ in range(draws):
+        r = sketch(k, p.shape[-1], generator)
+        found.append((p @ (r.mT @ (r @ w)) - exact).square().sum())
+    values = torch.stack(found)
+    return values.mean().item(), (values.std() / math.sqrt(draws)).item()

@@ -1,0 +1,160 @@
+"""SAN(X) = sum over paths P_path X W_path + 1 b^T, grouped exactly without walking the (H + 1)^L paths.
+
+    T_(l+1)[j] = T_l[j] + sum_h P_h^l T_l[j-1] W_h^l            j = number of heads on the path, T_0[0] = X
+
+with P_h^l those of the real forward pass (frozen).  L + 1 tensors instead of (H + 1)^L terms; the same recursion over
+the states of a finite automaton sums any family of paths it accepts: through a head, avoiding a set of heads.
+Without skip connections only j = l survives.  Single paths share prefixes in a tree.
+Dong, Cordonnier & Loukas 2021, Theorem 2.1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.errors import InputError
+from headwise.theory.stack import Stack
+
+Head = tuple[int, int]
+"""(layer, head), both from 0."""
+
+SKIP = -1
+"""In a path: the layer was skipped."""
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Sums of paths by length, what the biases add to every token, and the network's own output."""
+
+    by_length: Tensor  # (L + 1, n, d): from X through j heads
+    bias: Tensor  # (n, d): all paths that start at a bias
+    output: Tensor
+
+    @property
+    def error(self) -> float:
+        """||sum of all groups - output|| / ||output||: rounding, if the decomposition holds."""
+        total = self.by_length.sum(0) + self.bias
+        return ((total - self.output).norm() / self.output.norm()).item()
+
+
+def by_length(stack: Stack, x: Tensor) -> Groups:
+    """Every path grouped by the number of heads it passes, exactly; O(L^2 H) products."""
+    mixed, states = _frozen(stack, x)
+    depth = len(stack.layers)
+    groups = x.new_zeros(depth + 1, *x.shape)
+    groups[0] = x
+    bias = torch.zeros_like(x)
+    for layer, p in zip(stack.layers, mixed, strict=True):
+        through = _through(p, groups[:-1], layer.w)
+        stay = groups if stack.skip else torch.zeros_like(groups)
+        groups = torch.cat([stay[:1], stay[1:] + through])
+        bias = (bias if stack.skip else 0) + _through(p, bias[None], layer.w)[0] + layer.bias
+    return Groups(groups, bias, states[-1])
+
+
+def through_head(stack: Stack, x: Tensor, head: Head) -> Tensor:
+    """The sum of all paths from X that pass head (l, h): reach layer l by any path, take h, go on by any path."""
+    _exists(stack, head)
+    mixed, _ = _frozen(stack, x)
+    total = x
+    for index, (layer, p) in enumerate(zip(stack.layers, mixed, strict=True)):
+        if index == head[0]:
+            total = p[head[1]] @ total @ layer.w[head[1]]
+        else:
+            total = (total if stack.skip else 0) + _through(p, total[None], layer.w)[0]
+    return total
+
+
+def avoiding(stack: Stack, x: Tensor, heads: Set[Head]) -> Tensor:
+    """The sum of all paths from X that pass none of `heads`."""
+    for head in heads:
+        _exists(stack, head)
+    mixed, _ = _frozen(stack, x)
+    total = x
+    for index, (layer, p) in enumerate(zip(stack.layers, mixed, strict=True)):
+        kept = [h for h in range(len(p)) if (index, h) not in heads]
+        moved = _through(p[kept], total[None], layer.w[kept])[0] if kept else torch.zeros_like(total)
+        total = (total if stack.skip else 0) + moved
+    return total
+
+
+def single_paths(stack: Stack, x: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Every path with its contribution, depth first, shared prefixes computed once; a skipped layer is SKIP."""
+    mixed, _ = _frozen(stack, x)
+
+    def walk(index: int, path: tuple[int, ...], y: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        if index == len(stack.layers):
+            yield path, y
+            return
+        if stack.skip:
+            yield from walk(index + 1, (*path, SKIP), y)
+        for h in range(len(mixed[index])):
+            yield from walk(index + 1, (*path, h), mixed[index][h] @ y @ stack.layers[index].w[h])
+
+    yield from walk(0, (), x)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Mean over paths of one length of a number per path, with its standard error."""
+
+    mean: float
+    error: float
+    paths: int  # looked at
+    total: int  # that there are
+
+
+def sample_norms(
+    stack: Stack, x: Tensor, length: int, count: int, *, generator: torch.Generator | None = None
+) -> Sampled:
+    """Mean Frobenius norm of the contribution of one path of the given length; exact when there are at most `count`."""
+    depth, heads = len(stack.layers), stack.layers[0].wq.shape[0]
+    if not 0 <= length <= depth or (not stack.skip and length != depth):
+        raise InputError(
+            f"paths: length {length} does not occur in {depth} layers {'with' if stack.skip else 'without'} skips"
+        )
+    total = math.comb(depth, length) * heads**length
+    mixed, _ = _frozen(stack, x)
+    if total <= count:
+        chosen = [
+            dict(zip(layers, picks, strict=True))
+            for layers in itertools.combinations(range(depth), length)
+            for picks in itertools.product(range(heads), repeat=length)
+        ]
+    else:
+        chosen = []
+        for _ in range(count):
+            layers = torch.randperm(depth, generator=generator)[:length].tolist()
+            picks = torch.randint(heads, (length,), generator=generator).tolist()
+            chosen.append(dict(zip(sorted(layers), picks, strict=True)))
+    norms = []
+    for path in chosen:
+        y = x
+        for index, h in path.items():
+            y = mixed[index][h] @ y @ stack.layers[index].w[h]
+        norms.append(y.norm().item())
+    values = torch.tensor(norms, dtype=torch.float64)
+    error = 0.0 if total <= count else (values.std() / math.sqrt(len(values))).item()
+    return Sampled(values.mean().item(), error, len(values), total)
+
+
+def _frozen(stack: Stack, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    states = stack.states(x)
+    return [layer.attention(y) for layer, y in zip(stack.layers, states[:-1], strict=True)], states
+
+
+def _through(p: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """sum_h P_h Y_j W_h for every group j: p (h, n, n), y (j, n, d), w (h, d, d)."""
+    return sum((p[h] @ y @ w[h] for h in range(len(p))), torch.zeros_like(y))
+
+
+def _exists(stack: Stack, head: Head) -> None:
+    layers, heads = len(stack.layers), stack.layers[0].wq.shape[0]
+    if not (0 <= head[0] < layers and 0 <= head[1] < heads):
+        raise InputError(f"paths: there is no head {head}; the stack has {layers} layers of {heads} heads")
