@@ -1,8 +1,8 @@
 """E ||P R^T R w - P w||^2 = (||P||_F^2 ||w||^2 + ||P w||^2) / k: what a Gaussian sketch of P loses, exactly.
 
 R is k x n with N(0, 1/k) entries.  For one row p, p R^T R w - p.w has mean zero and variance
-(||p||^2 ||w||^2 + (p.w)^2) / k; sum over the rows.  The sources bound the error by eps ||P w||, which cannot hold: the
-(||p||^2 ||w||^2 + (p.w)^2) / k; sum over the rows.  The sources bound the error by eps ||P w||; that cannot be: the
+(||p||^2 ||w||^2 + (p.w)^2) / k; sum over the rows.  The sources bound the error by eps ||P w||; that cannot be, since
+||P||_F ||w|| stays however small P w is.  (Arriaga & Vempala 2006 bound one row by eps ||p|| ||w||, which is right.)
 """
 
 from __future__ import annotations
