@@ -14,8 +14,8 @@ from headwise.linalg.arnoldi import Eigenvalues, eigenvalues
 from tests.linalg.matrices import attention, awkward, rotation
 
 
-def leading(p: Tensor, r: int, **options: int) -> Eigenvalues:
-    return eigenvalues(lambda v: p @ v, p.shape, r, like=p, **options)
+def leading(p: Tensor, r: int, block: int = 16, steps: int | None = None) -> Eigenvalues:
+    return eigenvalues(lambda v: p @ v, p.shape, r, like=p, block=block, steps=steps)
 
 
 def assert_backward_stable(found: Eigenvalues, p: Tensor) -> None:

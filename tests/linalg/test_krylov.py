@@ -22,8 +22,8 @@ def truth(p: Tensor, r: int) -> Tensor:
     return torch.linalg.svdvals(p.double())[..., :r]
 
 
-def spectrum(p: Tensor, r: int, **options: int) -> Spectrum:
-    return singular_values(*maps(p), p.shape, r, like=p, **options)
+def spectrum(p: Tensor, r: int, block: int = 64, steps: int | None = None) -> Spectrum:
+    return singular_values(*maps(p), p.shape, r, like=p, block=block, steps=steps)
 
 
 def assert_honest(found: Spectrum, p: Tensor) -> None:
