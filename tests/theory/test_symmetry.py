@@ -270,6 +270,17 @@ def test_training_mode_is_warned_of_and_reported_and_nothing_is_changed() -> Non
     assert check_equivariance(model.eval(), permutations(), x, axes="grid").holds
 
 
+def test_chance_is_not_taken_for_rounding() -> None:
+    """Noise makes two runs differ by as much as a broken symmetry; as a floor it would excuse anything."""
+
+    def noisy(x: Tensor) -> Tensor:
+        return x.float() * torch.rand(x.shape)
+
+    report = check_equivariance(noisy, permutations(), torch.randn(2, 9, 12))
+    assert report.verdict is BROKEN, report
+    assert report.to_verdict().failed_premises == ("two runs on one input agree",)
+
+
 def test_a_constant_input_shows_nothing_and_the_verdict_says_so() -> None:
     report = check_equivariance(conv(1, 3, "circular"), permutations(), torch.ones(1, 2, 12), axes="grid")
     assert not report.moved
