@@ -274,7 +274,7 @@ def test_chance_is_not_taken_for_rounding() -> None:
     """Noise makes two runs differ by as much as a broken symmetry; as a floor it would excuse anything."""
 
     def noisy(x: Tensor) -> Tensor:
-        return x.float() * torch.rand(x.shape)
+        return x.float() * torch.rand_like(x).float()  # other numbers in another dtype
 
     report = check_equivariance(noisy, permutations(), torch.randn(2, 9, 12))
     assert report.verdict is BROKEN, report
@@ -304,6 +304,8 @@ def test_how_many_elements_a_group_tries() -> None:
         return [element.name for element in group.elements(sizes)]
 
     assert len(names(permutations(5), 4)) == 5
+    swap = torch.tensor([[1.0], [0.0]])
+    assert all(torch.equal(element.act(swap.flip(0), (0,)), swap) for element in permutations(20).elements((2,)))
     assert names(translations(1), 9) == ["translation (1,)", "translation (-1,)"]
     assert len(names(translations(2), 9, 9, 9)) == 16
     assert names(flips(), 4, 4) == ["flip of axes (0,)", "flip of axes (1,)", "flip of axes (0, 1)"]
