@@ -5,12 +5,24 @@ from headwise.operators.claims import Claim
 from headwise.operators.compose import add, kronecker, per_head, product, scale, transpose
 from headwise.operators.concatenation import concatenation
 from headwise.operators.dot_product import dot_product, scaled
+from headwise.operators.efficient import efficient
+from headwise.operators.factored import factored
+from headwise.operators.factored_blocks import factored_blocks
+from headwise.operators.fixed import fixed, fixed_steps
+from headwise.operators.hashed import hashed
+from headwise.operators.nystrom import nystrom
+from headwise.operators.positional import positional
+from headwise.operators.projected import projected
+from headwise.operators.projected_blocks import projected_blocks
+from headwise.operators.quadratic import quadratic
 from headwise.operators.shift import shift
 from headwise.operators.similarity import embedded_gaussian, gaussian
 from headwise.operators.softmax import Softmax, softmax
+from headwise.operators.strided import strided, strided_steps
 from headwise.operators.toeplitz import toeplitz
 from headwise.operators.toeplitz_softmax import toeplitz_softmax
 from headwise.operators.uniform import uniform
+from headwise.operators.window import window
 
 __all__ = [
     "AttentionOperator",
@@ -19,17 +31,31 @@ __all__ = [
     "add",
     "concatenation",
     "dot_product",
+    "efficient",
     "embedded_gaussian",
+    "factored",
+    "factored_blocks",
+    "fixed",
+    "fixed_steps",
     "gaussian",
+    "hashed",
     "kronecker",
+    "nystrom",
     "per_head",
+    "positional",
     "product",
+    "projected",
+    "projected_blocks",
+    "quadratic",
     "scale",
     "scaled",
     "shift",
     "softmax",
+    "strided",
+    "strided_steps",
     "toeplitz",
     "toeplitz_softmax",
     "transpose",
     "uniform",
+    "window",
 ]

@@ -61,7 +61,7 @@ class Toeplitz(AttentionOperator):
     def apply(self, v: Tensor) -> Tensor:
         dtype = torch.promote_types(v.dtype, torch.float32)  # no transform in half precision
         w, x = self.weights.to(dtype), v.to(dtype)
-        if is_short(self.m, self.n):
+        if short(self.m, self.n):
             return apply_rows(lambda start, stop: windows(w, self.m, self.n, start, stop), self.shape, x).to(v.dtype)
         return by_fourier(w, x, self.m).to(v.dtype)
 
@@ -74,13 +74,9 @@ class Toeplitz(AttentionOperator):
 
     def cost(self, d: int) -> Cost:
         batch = self.weights.shape[:-1].numel()
-        if is_short(self.m, self.n):
+        if short(self.m, self.n):
             return Cost(self.m * self.n * d, self.m * self.n).times(batch)
         return fourier_cost(self.m, self.n, d).times(batch)
-
-
-def is_short(m: int, n: int) -> bool:
-    return min(m, n) <= SHORT
 
 
 def short(m: int, n: int) -> bool:

@@ -20,7 +20,7 @@ from headwise.cost import Cost
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.row_blocks import adjoint_rows, apply_rows
-from headwise.operators.toeplitz import by_fourier, check_weights, fourier_cost, is_short, windows
+from headwise.operators.toeplitz import by_fourier, check_weights, fourier_cost, short, windows
 from headwise.operators.visibility import Visibility, share_between_heads, visibility
 from headwise.shapes import all_finite, broadcast_batch
 
@@ -132,7 +132,7 @@ def _empty_rows(logits: Tensor, seen: Visibility) -> Tensor:
 
 
 def _bears_transforms(logits: Tensor, seen: Visibility) -> bool:
-    if is_short(seen.m, seen.n) or torch.compiler.is_compiling():
+    if short(seen.m, seen.n) or torch.compiler.is_compiling():
         return False
     with torch.no_grad():
         _, sums, least = _weights_and_sums(logits, seen)
