@@ -6,10 +6,12 @@ import torch
 
 from headwise.operators.efficient import efficient
 from headwise.operators.factored import factored
+from headwise.operators.factored_blocks import factored_blocks
 from headwise.operators.fixed import fixed, fixed_steps
 from headwise.operators.hashed import hashed, random_rotations
 from headwise.operators.nystrom import nystrom
 from headwise.operators.projected import projected
+from headwise.operators.projected_blocks import projected_blocks
 from headwise.operators.projections import convolution, count_sketch, dense, hadamard, identity, pooling
 from headwise.operators.strided import strided, strided_steps
 from headwise.operators.window import window
@@ -95,6 +97,24 @@ def shortening(name: str, builder, twin) -> list[Case]:
     return cases
 
 
+def in_blocks(name: str, builder, twin) -> list[Case]:
+    """The causal forms: learned projections of blocks of 4, one for each head; means of 2 with padding."""
+    return [
+        Case(
+            f"{name}, learned",
+            lambda q, k, e, f: builder(q, k, dense(e), dense(f)),
+            {**SELF, "e": (3, 2, 4), "f": (2, 4)},
+            twin,
+        ),
+        Case(
+            f"{name}, pooling, padding",
+            lambda q, k: builder(q, k, pooling(4, 2), padding=PADDING),
+            SELF,
+            lambda q, k: twin(q, k, *[twins.projection("pooling", 4, size=2)] * 2, padding=PADDING[:, None], mean=True),
+        ),
+    ]
+
+
 TABLE_CASES = [
     both("window", window, twins.window, SELF, 3),
     both("window, even, wider than n", window, twins.window, SELF, 24),
@@ -133,4 +153,6 @@ TABLE_CASES = [
     hashing("hashed, shared, causal", shared=True, causal=True),
     hashing("hashed, padding", padding=PADDING),
     hashing("hashed, shared, causal, padding", shared=True, causal=True, padding=PADDING),
+    *in_blocks("factored blocks", factored_blocks, twins.factored_blocks),
+    *in_blocks("projected blocks", projected_blocks, twins.projected_blocks),
 ]

@@ -8,8 +8,10 @@ import torch
 from headwise.errors import ShapeError, UnsupportedError
 from headwise.operators.efficient import efficient
 from headwise.operators.factored import factored
+from headwise.operators.factored_blocks import factored_blocks
 from headwise.operators.nystrom import nystrom
 from headwise.operators.projected import projected
+from headwise.operators.projected_blocks import projected_blocks
 from headwise.operators.projections import (
     CountSketch,
     convolution,
@@ -21,7 +23,7 @@ from headwise.operators.projections import (
 )
 from headwise.operators.softmax import softmax
 from headwise.testing import references_sparse as twins
-from tests.operators.properties import assert_no_square, assert_padding_is_absence, draw
+from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -51,6 +53,20 @@ def test_padding_is_absence(build, kind: str) -> None:
 def test_padding_of_landmarks_is_absence() -> None:
     build = lambda q, k, padding=None: nystrom(q, k, k.shape[-2] // 5, padding=padding)  # noqa: E731
     assert_padding_is_absence(build, 30, 20, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("build", [factored_blocks, projected_blocks])
+@pytest.mark.parametrize("e", [pooling(7, 3), dense(draw(2, 7))], ids=["pooling", "dense"])
+def test_blocks_never_look_ahead(build, e) -> None:
+    assert_no_look_ahead(lambda q, k: build(q, k, e), 30)
+    assert_padding_is_absence(lambda q, k, padding=None: build(q, k, e, padding=padding), 30, 18)
+
+
+def test_blocks_that_lose_nothing() -> None:
+    q, k, v = draw(3, 2, 30, 4).unbind(0)
+    torch.testing.assert_close(factored_blocks(q, k, identity(7))(v), efficient(q, k, causal=True)(v))
+    torch.testing.assert_close(projected_blocks(q, k, identity(7))(v), softmax(q, k, causal=True)(v))
+    torch.testing.assert_close(projected_blocks(q, k, pooling(64, 8))(v), softmax(q, k, causal=True)(v))
 
 
 def test_identity_gives_what_there_is_without_projection() -> None:
@@ -116,6 +132,8 @@ def test_pseudo_inverse_converges() -> None:
 def test_no_square_is_formed(build) -> None:
     assert_no_square(lambda q, k: build(q, k, pooling(2048, 32)))
     assert_no_square(lambda q, k: nystrom(q, k, 64))
+    assert_no_square(lambda q, k: projected_blocks(q, k, pooling(64, 16)))
+    assert_no_square(lambda q, k: factored_blocks(q, k, pooling(64, 16)))
 
 
 def test_twins_of_projections_are_what_they_say() -> None:

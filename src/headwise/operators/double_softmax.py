@@ -84,7 +84,7 @@ class DoubleSoftmax:
             dmeans.baddbmm_(features.mT, g)
             part = g @ means.mT
             # H (x - sum H x), the derivative of a softmax over features, in one pass
-            dq[:, rows] = torch._softmax_backward_data(part, features, -1, q.dtype).mul_(self.scale)
+            dq[:, rows] = torch.ops.aten._softmax_backward_data(part, features, -1, q.dtype).mul_(self.scale)
         inner = (means * dmeans).sum(-1, keepdim=True).mT
         for rows in _slices(k):
             weights = _exponentials(k[:, rows], top, self.scale).div_(total)

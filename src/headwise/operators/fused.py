@@ -52,7 +52,7 @@ class Forward(torch.autograd.Function):
         return (None, None, *gradients, *(None,) * (ctx.inputs - ctx.floating))
 
     @staticmethod
-    def vmap(
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
         info: Any, dims: Any, kernel: Kernel, floating: int, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         out = Forward.apply(kernel, floating, *_folded(info.batch_size, dims[2:], tensors))
@@ -81,7 +81,7 @@ class Pull(torch.autograd.Function):
         return (None, None, *torch.func.vjp(first, pull, *floating)[1](pulls), *(None,) * ctx.rest)
 
     @staticmethod
-    def vmap(
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
         info: Any, dims: Any, kernel: Kernel, inputs: int, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         out = Pull.apply(kernel, inputs, *_folded(info.batch_size, dims[2:], tensors))

@@ -245,3 +245,63 @@ def hashed(
         w = torch.where(met, (s - top.masked_fill(top == -math.inf, 0.0)).exp(), 0.0)
         results.append(w / w.sum(-1, keepdim=True).masked_fill(~met.any(-1, keepdim=True), 1.0))
     return torch.stack(results).reshape(*q.shape[:-1], n)
+
+
+def block_matrix(e: Tensor, n: int) -> Tensor:
+    """E (*batch, r, b) on every block of b of n positions, (*batch, t r, n): block-diagonal, cut off at the end."""
+    r, b = e.shape[-2:]
+    count = math.ceil(n / b)
+    whole = torch.zeros(*e.shape[:-2], count * r, count * b, dtype=torch.float64)
+    for t in range(count):
+        whole[..., t * r : (t + 1) * r, t * b : (t + 1) * b] = e
+    return whole[..., :n]
+
+
+def projected_blocks(
+    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, padding: Tensor | None = None, mean: bool = False
+) -> Tensor:
+    """Softmax over the own block's keys j <= i beside the slots of earlier blocks; slots become values by F."""
+    (r, b), n = e.shape[-2:], k.shape[-2]
+    there = torch.ones(n, dtype=torch.bool) if padding is None else padding
+    big_e, filled = masked_projection(block_matrix(e.double(), n), there, mean=mean)
+    big_f, also = masked_projection(block_matrix(f.double(), n), there, mean=mean)
+    slots = big_e @ k.double()
+    batch = torch.broadcast_shapes(k.shape[:-2], slots.shape[:-2])
+    keys = torch.cat([k.double().expand(*batch, n, -1), slots.expand(*batch, -1, -1)], dim=-2)
+    real = torch.broadcast_tensors(there[..., :1], (filled & also)[..., :1])  # type: ignore[operator]
+    real = [x.expand(*real[0].shape[:-1], x.shape[-1]) for x in (there, filled & also)]  # type: ignore[operator]
+
+    def allowed(i: int, j: int) -> bool:
+        return j <= i and j // b == i // b if j < n else (j - n) // r < i // b
+
+    p = softmax_over(q, keys, allowed, padding=torch.cat(real, dim=-1))
+    return p[..., :n] + p[..., n:] @ big_f
+
+
+def factored_blocks(
+    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, padding: Tensor | None = None, mean: bool = False
+) -> Tensor:
+    """The double softmax over the own block's keys j <= i beside the slots of earlier blocks, row by row."""
+    (r, b), n = e.shape[-2:], k.shape[-2]
+    there = torch.ones(n, dtype=torch.bool) if padding is None else padding
+    big_e, filled = masked_projection(block_matrix(e.double(), n), there, mean=mean)
+    big_f, also = masked_projection(block_matrix(f.double(), n), there, mean=mean)
+    slots, filled = big_e @ k.double(), filled & also  # type: ignore[operator]
+    rows = []
+    for i in range(n):
+        first, past = i // b * b, i // b * r
+        near = efficient_weights(k[..., first : i + 1, :], there[..., first : i + 1])
+        far = efficient_weights(slots[..., :past, :], filled[..., :past])
+        total = near.sum(-2, keepdim=True) + far.sum(-2, keepdim=True)
+        total = total.masked_fill(total == 0, 1.0)
+        s = 1 / math.sqrt(q.shape[-1])
+        features = torch.softmax(s * q[..., i, :].double(), dim=-1).unsqueeze(-2) / total
+        here, before = (features * near).sum(-1), (features * far).sum(-1)
+        spread = (before.unsqueeze(-2) @ big_f[..., :past, :]).squeeze(-2)
+        rows.append(spread + torch.nn.functional.pad(here, (first, n - i - 1)))
+    return torch.stack(rows, dim=-2)
+
+
+def efficient_weights(k: Tensor, there: Tensor) -> Tensor:
+    """exp(k / sqrt(width)) where a key is there, zero elsewhere."""
+    return (k.double() / math.sqrt(k.shape[-1])).exp() * there.unsqueeze(-1)

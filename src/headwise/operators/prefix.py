@@ -1,0 +1,106 @@
+"""Running means with a softmax's weights, in blocks of positions: the causal form of the double softmax.
+
+    out_i = sum_c H_ic ( sum_(j <= i in the block) e_jc v_j + sum_(slots of earlier blocks) e_sc w_s ) / Z_ic
+
+with e = exp(keys), H the softmax over features of the queries and Z_ic the sum of the same e.  Slots are what a block
+leaves for later ones: its own keys and values (nothing is lost) or a projection of them.  Every block has a shift of
+its own, half way up its running maximum, and states are summed in double precision, so that neither early rows
+underflow because of later keys nor late ones overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.errors import NonFiniteError
+
+RISE = {torch.float32: 120.0, torch.float64: 1200.0}
+"""How much a running maximum may rise inside a block: exponentials of half of it stay far from overflow."""
+
+RANGE = 600.0
+"""How much it may rise over the whole sequence: states are summed in double precision."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Keys (*batch, t, b, k) and slots (*batch, t, c, k), times scale, and which of them are not there."""
+
+    keys: Tensor
+    hidden: Tensor
+    slots: Tensor
+    empty: Tensor
+
+    def running_maximum(self) -> tuple[Tensor, Tensor]:
+        """Of each feature at the first and the last position of each block, (*batch, t, 1, k)."""
+        keys, slots = self.keys.detach(), self.slots.detach()
+        least = keys.masked_fill(self.hidden, math.inf).amin((-3, -2), keepdim=True)
+        also = slots.masked_fill(self.empty, math.inf).amin((-3, -2), keepdim=True)
+        least = torch.minimum(least, also)
+        # where no key has been seen yet any finite number will do: there the least of all, or zero
+        least = least.masked_fill(least == math.inf, 0)
+        keys, slots = torch.where(self.hidden, least, keys), torch.where(self.empty, least, slots)
+        left = slots.amax(-2, keepdim=True)
+        earlier = torch.cat([least, left.cummax(-3).values[..., :-1, :, :]], dim=-3)
+        last = torch.maximum(torch.maximum(earlier, left), keys.amax(-2, keepdim=True))
+        return torch.maximum(earlier, keys[..., :1, :]), last
+
+    def check(self, owner: str) -> None:
+        """Refuse keys that rise too far.  Silent while tracing or under vmap, where values are not known."""
+        if torch.compiler.is_compiling():
+            return
+        first, last = self.running_maximum()
+        try:
+            rise, span = (last - first).amax().item(), (last.amax(-3) - first.amin(-3)).amax().item()
+        except RuntimeError:  # vmap refuses .item()
+            return
+        if rise > (most := RISE[self.keys.dtype]) or span > RANGE:
+            raise NonFiniteError(
+                f"{owner}: a key feature times scale rises by {rise:.0f} within {self.keys.shape[-2]} positions and by "
+                f"{span:.0f} in all, but running sums in {self.keys.dtype} hold {most:.0f} and {RANGE:.0f}; use a "
+                "smaller scale"
+            )
+
+    def attend(self, features: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        """features (*batch, t, b, k), v (*batch, t, b, d), w (*batch, t, c, d) -> (*batch, t, b, d)"""
+        first, last = self.running_maximum()
+        shift = (first + last) / 2
+        weights = _exponentials(self.keys, shift, self.hidden)
+        left = weights if self.slots is self.keys else _exponentials(self.slots, shift, self.empty)
+
+        # what earlier blocks leave behind, relative to this block's shift
+        scale = (shift - shift.amax(-3, keepdim=True)).double().exp()
+        sums = _before(left.sum(-2, keepdim=True) * scale) / scale
+        means = _before((left.mT @ w) * scale.mT) / scale.mT
+        total = sums.to(v.dtype) + weights.cumsum(-2)
+        nothing = total <= 0
+        shares = (features / total.masked_fill(nothing, 1)).masked_fill(nothing, 0)
+        return shares @ means.to(v.dtype) + (shares @ weights.mT).tril() @ v
+
+
+def blocked(x: Tensor, block: int) -> Tensor:
+    """(*batch, n, c) -> (*batch, t, block, c), zeros at the end."""
+    return F.pad(x, (0, 0, 0, -x.shape[-2] % block)).unflatten(-2, (-1, block))
+
+
+def blocked_absence(keep: Tensor | None, n: int, block: int, device: torch.device) -> Tensor:
+    """Which positions of `blocked` are not there: padding, or beyond the end; (*batch, t, block, 1)."""
+    real = torch.arange(n + -n % block, device=device) < n
+    if keep is not None:
+        real = real & F.pad(keep, (0, -n % block))
+    return ~real.unflatten(-1, (-1, block)).unsqueeze(-1)
+
+
+def _exponentials(x: Tensor, shift: Tensor, absent: Tensor) -> Tensor:
+    return (x - shift).masked_fill(absent, 0).exp().masked_fill(absent, 0)
+
+
+def _before(x: Tensor) -> Tensor:
+    """Sums over earlier blocks (axis -3), zero for the first."""
+    return F.pad(x.cumsum(-3)[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
