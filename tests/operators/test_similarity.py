@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -34,7 +34,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that a handful of tokens takes many of them."""
     monkeypatch.setattr(concatenation_module, "LEAF", 2)
     monkeypatch.setattr(dot_product_module, "SHORTEST_BLOCK", 2)
-    monkeypatch.setattr(row_blocks, "ENTRIES", 100)
+    monkeypatch.setattr(row_blocks, "ENTRIES", 40)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -76,6 +76,7 @@ def test_contract_of_the_averages(m: int, masks: str) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+@settings(max_examples=100)
 @given(
     m=st.integers(1, 11),
     n=st.integers(1, 11),

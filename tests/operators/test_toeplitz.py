@@ -63,6 +63,7 @@ def test_contract_of_softmax(path: str, m: int) -> None:
 def test_every_size(m: int, n: int, rows: bool, causal: bool, keys: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toeplitz_module, "SHORT", 256 if rows else 0)
+        patch.setattr(row_blocks, "ENTRIES", 20)
         w, padding = torch.randn(m + n - 1, dtype=torch.float64), torch.tensor([bool(keys >> j & 1) for j in range(n)])
         w = torch.where(w > 1, -INFINITY, w)
         v, u = torch.randn(n, 2, dtype=torch.float64), torch.randn(m, 2, dtype=torch.float64)
@@ -83,7 +84,8 @@ LOGITS = {
     "linear bias": -0.1 * DISTANCE.abs(),
     "window": torch.where(DISTANCE.abs() < 5, 0.0, -INFINITY),
     "rising": 0.02 * DISTANCE,
-    "rising fast": DISTANCE,
+    "rising faster": 0.042 * DISTANCE,
+    "rising steeply": DISTANCE,
     "one far spike": torch.where(DISTANCE == 500, 40.0, 0.0),
     "rough": 5 * torch.randn(1199, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
 }
@@ -109,7 +111,11 @@ def test_transforms_are_used_only_where_every_row_bears_them() -> None:
         for shape, logits in LOGITS.items()
         for dtype in (torch.float32, torch.float64)
     }
-    assert [shape for shape in LOGITS if not used[shape, torch.float32]] == ["rising fast", "one far spike"]
+    assert [shape for shape in LOGITS if not used[shape, torch.float32]] == [
+        "rising faster",
+        "rising steeply",
+        "one far spike",
+    ]
     assert [shape for shape in LOGITS if used[shape, torch.float64]] == ["flat", "linear bias", "window"]
 
 
@@ -150,6 +156,7 @@ def test_claims_follow_the_value() -> None:
     assert toeplitz(torch.tensor([0.2, 0.3, 0.5, 0.2, 0.3]), 3, 3).claims == {Claim.STOCHASTIC, Claim.NONNEGATIVE}
     assert toeplitz(torch.tensor([0.2, 0.3, 0.5, 0.2, 0.2]), 3, 3).claims == {Claim.NONNEGATIVE}
     assert toeplitz(torch.tensor([1.0, -1.0, 1.0, 0.0, 0.0]), 3, 3).claims == {Claim.CAUSAL}
+    assert toeplitz(torch.tensor([1.0, -1.0, 1.0, 2.0, 0.0]), 3, 3).claims == frozenset()
     full = {Claim.STOCHASTIC, Claim.NONNEGATIVE}
     assert toeplitz_softmax(torch.zeros(5), 3, 3).claims == full
     assert toeplitz_softmax(torch.zeros(5), 3, 3, causal=True).claims == full | {Claim.CAUSAL}
