@@ -133,9 +133,7 @@ def afterwards(
 
 def compare_heads(task: Task, seeds: int, steps: int) -> None:
     """2 layers of 4 heads, k = 2; one head grows by 2: the best by score, all others, the best in hindsight."""
-    print(
-        f"\nwhich head: {task.name}, 2 layers, 4 heads, k 2 -> 4 for one head, {seeds} seeds; validation loss decrease"
-    )
+    print(f"\nwhich head: {task.name}, 2 layers, 4 heads, k 2 -> 4 for one head, {seeds} seeds; decrease of the loss")
     chosen, random, oracle = [], [], []
     for seed in range(seeds):
         torch.manual_seed(seed)
@@ -208,28 +206,26 @@ def cost(sequences: int, n: int, batch: int = 8) -> None:
     held = torch.randint(256, (batch, n))
     a = time.perf_counter()
     scores = grower.scores()
-    b = time.perf_counter()
+    scored = time.perf_counter() - a
     top = [(scores[0].layer, scores[0].head)]
     size = sum(s.bytes for s in grower.statistics.values()) / 2**20
-    closed = copy.deepcopy((model.state_dict(), grower.statistics))
+    kept = copy.deepcopy(grower.statistics)
+    b = time.perf_counter()
     event = grower.grow(8, top, loss=lambda: model.loss(held), solutions=(closed_form,))
     c = time.perf_counter()
     event.undo()
-    grower.statistics, grower._reduced = closed[1], True
+    grower.statistics, grower._reduced = kept, True
     d = time.perf_counter()
     grower.grow(8, top, loss=lambda: model.loss(held))
     e = time.perf_counter()
-    print(f"  one epoch of training {epoch:.1f} s; scores of 48 heads {b - a:.1f} s ({(b - a) / epoch:.2f} epochs)")
-    print(
-        f"  one growth, closed form {c - b:.1f} s ({(c - b) / epoch:.2f} epochs, {len(event.tried)} held-out losses);"
-    )
+    print(f"  one epoch of training {epoch:.1f} s; scores of 48 heads {scored:.1f} s ({scored / epoch:.2f} epochs)")
+    print(f"  one growth, closed form {c - b:.1f} s ({(c - b) / epoch:.2f} epochs, {len(event.tried)} held-out losses)")
     print(f"  one growth, all solutions {e - d:.1f} s ({(e - d) / epoch:.2f} epochs)")
+    weights = sum(p.numel() for p in model.parameters()) * 4 / 2**20
     print(
-        f"  statistics {size:.0f} MiB; peak resident {started:.0f} MiB before training, {trained:.0f} after the epoch, "
+        f"  statistics {size:.0f} MiB, parameters {weights:.0f} MiB; peak resident {started:.0f} MiB before training,"
     )
-    print(
-        f"  {_memory():.0f} after growth; parameters {sum(p.numel() for p in model.parameters()) * 4 / 2**20:.0f} MiB"
-    )
+    print(f"  {trained:.0f} MiB after the epoch, {_memory():.0f} MiB after growth")
 
 
 def _ms(times: Sequence[float]) -> str:

@@ -58,11 +58,15 @@ def conjugate_gradients(
     return x, iterations
 
 
-def unconstrained(normal: NormalMap, rhs: Tensor, *, tolerance: float = 1e-10) -> tuple[Tensor, int]:
+def unconstrained(
+    normal: NormalMap, rhs: Tensor, *, tolerance: float = 1e-10, iterations: int = 100
+) -> tuple[Tensor, int]:
     """Z (d_q, d_k) with N(Z) = rhs, and the iterations; 1 for one unmasked sequence, where it is X^+ B X^+T."""
     a, c = (root(g) for g in normal.means())
     left, right = a.inverse @ a.inverse, c.inverse @ c.inverse
-    return conjugate_gradients(normal, rhs, lambda r: left @ r @ right / normal.count, tolerance=tolerance)
+    return conjugate_gradients(
+        normal, rhs, lambda r: left @ r @ right / normal.count, tolerance=tolerance, iterations=iterations
+    )
 
 
 def alternate(
@@ -110,7 +114,8 @@ def refit(problem: Problem, p: int) -> Path:
         raise ShapeError(f"grow: a refit is for one head, but {len(z0)} heads share these keys; use closed_form")
     rank = problem.present.width + p
     moment = problem.moment[0]  # of a mean loss, where N sums: `unit` takes up the factor
-    delta, _ = unconstrained(normal, moment, tolerance=ENOUGH)
+    # stopped early on purpose: late iterations fit directions that tokens hardly use
+    delta, _ = unconstrained(normal, moment, tolerance=ENOUGH, iterations=25)
     metric = tuple(root(g) for g in normal.means())
     fixed = normal(z0[0])
 
