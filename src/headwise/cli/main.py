@@ -19,6 +19,8 @@ from headwise.errors import HeadwiseError
 COMMANDS: dict[str, tuple[str, str]] = {
     "examine": ("headwise.cli.examine", "what every head of a model is doing: one page, one JSON file"),
     "compare": ("headwise.cli.compare", "what changed between two examinations"),
+    "verify": ("headwise.cli.verify", "does what the papers claim about attention hold?"),
+    "rewrite": ("headwise.cli.rewrite", "replace layers by others that compute the same, with a receipt"),
     "tour": ("headwise.cli.tour", "three operators, their spectra and costs, and one verdict"),
 }
 

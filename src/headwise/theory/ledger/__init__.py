@@ -1,0 +1,28 @@
+"""Every claim of the five sources as a test that can be run: `LEDGER`, in the order of the sources.
+
+S0  on the loss of rank            S3  a mathematical view of attention
+S1  on growing attention           S4  on attention and convolution
+S2  on linear attention
+"""
+
+from headwise.errors import InputError
+from headwise.theory.ledger import s0, s1, s2, s3, s4
+from headwise.theory.ledger.entry import Entry, Finding, Outcome
+
+LEDGER: tuple[Entry, ...] = (*s0.ENTRIES, *s1.ENTRIES, *s2.ENTRIES, *s3.ENTRIES, *s4.ENTRIES)
+
+__all__ = ["LEDGER", "Entry", "Finding", "Outcome", "select"]
+
+
+def select(*, source: str | None = None, claim: str | None = None) -> list[Entry]:
+    """All entries, those of one source, or one claim by its id."""
+    if claim is not None:
+        found = [entry for entry in LEDGER if entry.id == claim]
+        if not found:
+            near = [entry.id for entry in LEDGER if claim.split(".")[0] == entry.source] or ["S0 … S4"]
+            raise InputError(f"there is no claim {claim!r}; of that source there are {', '.join(near)}")
+        return found
+    found = [entry for entry in LEDGER if source in (None, entry.source)]
+    if not found:
+        raise InputError(f"there is no source {source!r}; the sources are S0, S1, S2, S3 and S4")
+    return found
