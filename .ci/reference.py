@@ -1,6 +1,6 @@
 """A mkdocs hook: one reference page for each package, one section for each of its modules, made from docstrings.
 
-Pages follow the source tree, so a new module is documented without another line anywhere.
+Pages follow the source tree, so a new module is documented without another line anywhere; so do pages of docs/.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ MODULES = ["errors", "cost", "shapes"]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    pages = [{f"headwise.{name}": f"reference/{name}.md"} for name in [*PACKAGES, "basics"]]
     assert config.nav is not None
+    listed = {page for entry in config.nav for page in entry.values()}
+    config.nav += [page.name for page in sorted(Path(config.docs_dir).glob("*.md")) if page.name not in listed]
+    for folder in sorted(path for path in Path(config.docs_dir).iterdir() if any(path.glob("*.md"))):
+        found = [page.relative_to(config.docs_dir).as_posix() for page in sorted(folder.glob("*.md"))]
+        config.nav.append({folder.name.capitalize(): found})
+    pages = [{f"headwise.{name}": f"reference/{name}.md"} for name in [*PACKAGES, "basics"]]
     config.nav.append({"Reference": pages})
     return config
 

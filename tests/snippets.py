@@ -1,4 +1,5 @@
-"""The code in Markdown pages, as tests: `>>>` blocks are compared, plain python blocks run, `$ headwise` blocks too.
+"""The code in Markdown pages, as tests: `>>>` blocks are compared, plain python blocks run, `$ headwise` blocks that
+show what is printed are compared too.
 
 All blocks of a page share one namespace, in order, as a reader would type them.  A block under the comment
 `<!-- not run -->` is skipped.
@@ -71,17 +72,17 @@ def _run_doctest(page: Path, block: Block, names: dict[str, object]) -> None:
 
 
 def _run_console(page: Path, block: Block) -> None:
-    """Runs each `$ headwise …` line in this process and compares what it prints; other commands are not ours to run."""
+    """Runs each `$ headwise …` line in this process and compares what it prints; the rest is not run."""
     from headwise.cli.main import main
 
     for entry in re.split(r"^\$ ", block.code, flags=re.MULTILINE)[1:]:
         command, _, expected = entry.partition("\n")
-        if not command.startswith("headwise "):
+        if not (command.startswith("headwise ") and expected.strip()):
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             main(shlex.split(command)[1:])
         example = doctest.Example(command, expected)
-        if expected.strip() and not doctest.OutputChecker().check_output(expected, printed.getvalue(), FLAGS):
+        if not doctest.OutputChecker().check_output(expected, printed.getvalue(), FLAGS):
             difference = doctest.OutputChecker().output_difference(example, printed.getvalue(), FLAGS)
             pytest.fail(f"{page.name}:{block.line}: $ {command}\n{difference}", pytrace=False)

@@ -35,7 +35,7 @@ _NAMES = {
     "headwise.testing": ["assert_operator"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = ("cost", "errors", "linalg", "nn", "operators", "shapes", "testing", "theory")
+_MODULES = ("cost", "errors", "examine", "grow", "linalg", "nn", "operators", "rewrite", "shapes", "testing", "theory")
 
 if TYPE_CHECKING:
     from headwise.cost import Cost as Cost
