@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from headwise.theory.stack import Stack, random_stack
 
 
 def depth_curves(depth: int = 12, heads: int = 12, width: int = 48, n: int = 32) -> dict[str, list[float]]:
-    """Relative residual after each layer: pure attention, with an MLP, with skips, with both; and the bound."""
+    """Relative residual after each layer: pure attention, with an MLP, with skips, with both."""
     generator = torch.Generator().manual_seed(0)
     stack = random_stack(depth, heads, width, generator=generator)
     x = torch.randn(n, width, dtype=torch.float64, generator=generator)
@@ -33,9 +34,18 @@ def depth_curves(depth: int = 12, heads: int = 12, width: int = 48, n: int = 32)
                 y = torch.relu(y @ first[layer]) @ second[layer] + skip * y
             found.append(relative_residual(y).item())
         curves[name] = found
-    small = collapse(stack, 1e-3 * x)
-    curves["bound, for inputs of size 1e-3"] = [min(1.0, torch.tensor(v).exp().item()) for v in small.log_bound]
     return curves
+
+
+def bound_curves(depth: int = 5, width: int = 48, n: int = 32, size: float = 1e-3) -> dict[str, list[float]]:
+    """log10 of the residual of pure attention and of its bound, for inputs small enough for the bound to shrink."""
+    generator = torch.Generator().manual_seed(0)
+    stack = random_stack(depth, 1, width, generator=generator)
+    found = collapse(stack, size * torch.randn(n, width, dtype=torch.float64, generator=generator))
+    return {
+        "measured": [x / math.log(10) for x in found.log_measured],  # ends where only rounding is left
+        "bound": [x / math.log(10) for x in found.log_bound],
+    }
 
 
 def path_shares(depth: int = 12, heads: int = 12, width: int = 48, n: int = 32) -> list[float]:
@@ -79,15 +89,19 @@ def draw(directory: Path) -> list[Path]:
 
     directory.mkdir(parents=True, exist_ok=True)
     figures = {}
-    axes = (figure := Figure(figsize=(5, 3.4), layout="constrained")).subplots()
-    for (name, curve), style in zip(depth_curves().items(), ("-", "--", ":", "-.", "-"), strict=True):
-        axes.semilogy([max(value, 1e-18) for value in curve], style, label=name)
+    axes, beside = (figure := Figure(figsize=(9, 3.4), layout="constrained")).subplots(1, 2)
+    for (name, curve), style in zip(depth_curves().items(), ("-", "--", ":", "-."), strict=True):
+        axes.semilogy(curve, style, label=name)
     axes.set(xlabel="layer", ylabel="relative residual", title="12 layers of 12 heads, random weights")
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=8)
+    for name, curve in bound_curves().items():
+        beside.plot(curve, marker="o", label=name)
+    beside.set(xlabel="layer", ylabel="log10 of the residual", title="one head, inputs of size 0.001, and the bound")
+    beside.legend(frameon=False, fontsize=8)
     figures["residual-by-depth"] = figure
     axes = (figure := Figure(figsize=(5, 3), layout="constrained")).subplots()
     axes.bar(range(len(shares := path_shares())), shares, color="#0072B2")
-    axes.set(xlabel="heads on the path", ylabel="norm of the group / norm of the output", yscale="log")
+    axes.set(xlabel="heads on the path", ylabel="norm, relative to the output", yscale="log")
     figures["path-lengths"] = figure
     axes = (figure := Figure(figsize=(5, 3.2), layout="constrained")).subplots()
     for name, curve in cumulative_spectra().items():

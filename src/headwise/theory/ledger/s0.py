@@ -171,7 +171,7 @@ def low_rank() -> Finding:
     return Finding(
         Verdict(f"share of draws in which the claim fails, n = {n}, k = {k}", "", failed.rate, 0.05, {}),
         corrected=Verdict("second moment, distance in standard errors", "", abs(mean - expected) / error, 4.0, {}),
-        example=f"w of zero mean fails in {failed.failures} of {failed.draws} draws, w nearly constant in {easy.failures}",
+        example=f"zero-mean w fails in {failed.failures} of {failed.draws} draws, nearly constant w in {easy.failures}",
     )
 
 
