@@ -1,0 +1,59 @@
+"""h_i = GRU(x_i, h_(i-1)): the recurrent row of the complexity table behind the interface of an attention layer.
+
+Cho et al. 2014, torch's implementation.  O(n) work per layer and O(n) sequential steps, which no hardware makes fewer.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from headwise.cost import Cost
+from headwise.errors import ShapeError, UnsupportedError
+from headwise.shapes import no_empty_axis, same_axis
+
+
+@final
+class Recurrent(nn.Module):
+    """layer(x) for x (*batch, n, width), as MultiHead; both directions unless `causal`, each half as wide."""
+
+    def __init__(self, width: int, *, causal: bool = False) -> None:
+        super().__init__()
+        if width < 1 or (width % 2 and not causal):
+            raise ShapeError(f"Recurrent: width must be even to be split over two directions, but is {width}")
+        self.width, self.causal = width, causal
+        self.gru = nn.GRU(width, width if causal else width // 2, batch_first=True, bidirectional=not causal)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, *, causal: bool = False, padding: Tensor | None = None) -> Tensor:
+        """`padding` (*batch, n) is True at real positions, which come first; outputs at padding are the output bias."""
+        no_empty_axis("Recurrent", x=x)
+        same_axis("Recurrent", "width", layer=self.width, x=x.shape[-1])
+        if causal and not self.causal:
+            raise UnsupportedError("Recurrent: this layer reads in both directions; build it with causal=True")
+        *batch, n, _ = x.shape
+        flat = x.reshape(-1, n, self.width)
+        return self.out(self._states(flat, padding, n)).reshape(*batch, n, self.width)
+
+    def _states(self, x: Tensor, padding: Tensor | None, n: int) -> Tensor:
+        if padding is None:
+            return self.gru(x)[0]
+        same_axis("Recurrent", "n", x=n, padding=padding.shape[-1])
+        real = padding.reshape(-1, n).expand(x.shape[0], n)
+        lengths = real.sum(-1)
+        if not bool((real == (torch.arange(n, device=x.device) < lengths.unsqueeze(-1))).all()):
+            raise UnsupportedError("Recurrent: padding must follow the real positions; move it to the end")
+        # a sequence without any real position is run for one step and then cut off again
+        packed = pack_padded_sequence(x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False)
+        states = pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=n)[0]
+        return states.masked_fill(~real.unsqueeze(-1), 0)
+
+    def cost(self, n: int) -> Cost:
+        """Three gates from input and state, then the output; n steps one after the other."""
+        hidden = self.gru.hidden_size
+        directions = 1 if self.causal else 2
+        work = directions * 3 * hidden * (self.width + hidden) + self.width * self.width
+        return Cost(n * work, n * 4 * self.width, n)

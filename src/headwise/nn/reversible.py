@@ -1,0 +1,93 @@
+"""y_1 = x_1 + f(x_2), y_2 = x_2 + g(y_1): residual blocks whose input follows from their output, so none is stored.
+
+x_2 = y_2 - g(y_1), x_1 = y_1 - f(x_2).  Gomez et al. 2017; Reformer (Kitaev et al. 2020) with f attention and g the
+feed-forward part.  Gradients equal the plain ones up to rounding; memory does not grow with depth, at the price of
+computing f and g once more on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import InputError
+
+
+class Reversible(nn.Module):
+    """A stack of pairs (f, g).  `options` go to every f: masks, say.  Dropout draws the same numbers both times."""
+
+    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        super().__init__()
+        if not pairs:
+            raise InputError("Reversible: needs at least one pair (f, g), got none")
+        self.f = nn.ModuleList(f for f, _ in pairs)
+        self.g = nn.ModuleList(g for _, g in pairs)
+
+    def forward(self, x1: Tensor, x2: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        return _Reversible.apply(self, options, x1, x2, *self.parameters())
+
+    def plain(self, x1: Tensor, x2: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """The same with every activation stored, as autograd does by itself."""
+        for f, g in zip(self.f, self.g, strict=True):
+            x1 = x1 + f(x2, **options)
+            x2 = x2 + g(x1)
+        return x1, x2
+
+
+class _Reversible(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, stack: Reversible, options: Mapping[str, Any], x1: Tensor, x2: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.stack, ctx.options, ctx.states = stack, options, []
+        for f, g in zip(stack.f, stack.g, strict=True):
+            ctx.states.append(_random_state(x1))
+            x1 = x1 + f(x2, **options)
+            ctx.states.append(_random_state(x1))
+            x2 = x2 + g(x1)
+        ctx.save_for_backward(x1, x2, *parameters)
+        return x1, x2
+
+    @staticmethod
+    def backward(ctx: Any, *pulls: Tensor) -> tuple[Any, ...]:
+        y1, y2, *parameters = ctx.saved_tensors
+        d1, d2 = pulls
+        gradients: dict[int, Tensor] = {}
+        pairs = list(zip(ctx.stack.f, ctx.stack.g, ctx.states[::2], ctx.states[1::2], strict=True))
+        for f, g, state_f, state_g in reversed(pairs):
+            shift, pulled = _again(g, y1, d2, {}, state_g, gradients)
+            y2, d1 = y2 - shift, d1 + pulled
+            shift, pulled = _again(f, y2, d1, ctx.options, state_f, gradients)
+            y1, d2 = y1 - shift, d2 + pulled
+        return (None, None, d1, d2, *(gradients.get(id(p)) for p in parameters))
+
+
+def _again(
+    part: nn.Module,
+    x: Tensor,
+    pull: Tensor,
+    options: Mapping[str, Any],
+    state: tuple[Tensor, Tensor | None],
+    gradients: dict[int, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """part(x) once more, and the gradient of <part(x), pull> in x; those of its parameters are added up."""
+    x = x.detach().requires_grad_()
+    wanted = [p for p in part.parameters() if p.requires_grad]
+    devices = [] if state[1] is None else [x.device]
+    with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], x.device)
+        out = part(x, **options)
+    first, *rest = torch.autograd.grad(out, (x, *wanted), pull, allow_unused=True)
+    for p, gradient in zip(wanted, rest, strict=True):
+        if gradient is not None:
+            gradients[id(p)] = gradients[id(p)] + gradient if id(p) in gradients else gradient
+    return out.detach(), torch.zeros_like(x) if first is None else first
+
+
+def _random_state(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
