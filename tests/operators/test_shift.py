@@ -23,7 +23,9 @@ NUMPY = {"circular": "wrap", "zeros": "constant", "replicate": "edge", "reflect"
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("grid, offset", [((6,), (2,)), ((4, 3), (-1, 5)), ((2, 3, 4), (1, 0, -2)), ((5,), (-9,))])
 def test_contract(border: Border, grid: tuple[int, ...], offset: tuple[int, ...]) -> None:
-    assert_operator(lambda: shift(grid, offset, border=border), {}, lambda: references.shift(grid, offset, border=border))
+    assert_operator(
+        lambda: shift(grid, offset, border=border), {}, lambda: references.shift(grid, offset, border=border)
+    )
 
 
 @given(
