@@ -40,8 +40,10 @@ class Hashed(AttentionOperator):
     shared: bool
     causal: bool
     chunk: int
-    order_q: Tensor  # (*batch, rounds, t * chunk), n where there is nobody
-    order_k: Tensor
+    order_q: Tensor  # (*batch, rounds, t * chunk), positions in the order of their hashes
+    order_k: Tensor  # (*batch, rounds, chunk + t * chunk), one chunk of nobody before the first
+    place_q: Tensor  # (*batch, rounds, n), where in the order a position is
+    place_k: Tensor
     masks: Tensor  # (*batch, rounds, t, chunk, 2 chunk)
 
     @property
@@ -108,7 +110,7 @@ class Hashed(AttentionOperator):
         inner = len(self.both.batch)
         others = [
             y.expand(*batch, *y.shape[inner:]).reshape(-1, *y.shape[inner:])
-            for y in (self.order_q, self.order_k, self.masks)
+            for y in (self.order_q, self.order_k, self.place_q, self.place_k, self.masks)
         ]
         return q, k, x, own, others, batch
 
@@ -116,11 +118,8 @@ class Hashed(AttentionOperator):
         """Rows that see no real key set to zero: padding that met nothing but padding."""
         if self.both.keep is None:
             return x
-        n = self.both.n
-        flat = self.order_q.flatten(0, -3), self.masks.any(-1).flatten(-2).flatten(0, -3)
-        found = flat[0].new_zeros(flat[0].shape[0], n + 1)
-        found = found.scatter_add(1, flat[0].flatten(1), flat[1].flatten(1).to(found.dtype))[:, :n]
-        heard = (found > 0).reshape(*self.both.batch, n) | self.both.keep
+        found = self.masks.any(-1).flatten(-2).gather(-1, self.place_q).any(-2)
+        heard = found | self.both.keep
         return x.masked_fill(~heard.unsqueeze(-1), 0)
 
 
@@ -158,11 +157,14 @@ def hashed(
             f"{tuple(rotations.shape)}"
         )
     same_axis("Hashed", "k", q=q.shape[-1], rotations=rotations.shape[-2])
+    chunk = min(chunk, n)
     with torch.no_grad():
         order_q, place_q = _sorted(both.q, rotations, both, chunk)
         order_k, place_k = (order_q, place_q) if shared else _sorted(both.k, rotations, both, chunk)
-        masks = _masks(both, order_q, order_k, place_q, place_k, chunk, causal)
-    return Hashed(both, shared, causal, min(chunk, n), order_q, order_k, masks)
+        order_k = F.pad(order_k, (chunk, 0), value=n)
+        masks = _masks(both, order_q, order_k, place_q // chunk, place_k // chunk, chunk, causal)
+        order_q, order_k = order_q.clamp(max=n - 1), order_k.clamp(max=n - 1)
+    return Hashed(both, shared, causal, chunk, order_q, order_k, place_q, place_k, masks)
 
 
 def random_rotations(width: int, buckets: float, rounds: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -173,42 +175,48 @@ def random_rotations(width: int, buckets: float, rounds: int, *, generator: torc
 
 
 def _sorted(x: Tensor, rotations: Tensor, both: Pair, chunk: int) -> tuple[Tensor, Tensor]:
-    """The order (*batch, rounds, t * chunk) of positions by hash, ties by position, and the chunk each one is in."""
-    n, chunk = x.shape[-2], min(chunk, x.shape[-2])
-    bucket = torch.zeros((), dtype=torch.int64, device=x.device)
+    """The order (*batch, rounds, t * chunk) of positions by hash, ties by position, n for nobody; and the inverse."""
+    n = x.shape[-2]
+    bucket = torch.zeros((), dtype=torch.int32, device=x.device)
     for rotation in rotations.float() if rotations.dim() == 4 else (rotations.float(),):
+        half = rotation.shape[-1]
         turned = x.float().unsqueeze(-3) @ rotation  # (*batch, rounds, n, half)
-        bucket = bucket * 2 * rotation.shape[-1] + torch.cat([turned, -turned], dim=-1).argmax(-1)
+        # argmax [y; -y] is the argmax of |y|, in the second half where y is negative
+        best = turned.abs().argmax(-1, keepdim=True)
+        negative = turned.gather(-1, best).squeeze(-1) < 0
+        bucket = bucket * (2 * half) + (best.squeeze(-1) + half * negative).int()
     if both.keep is not None:
         bucket = bucket.masked_fill(~both.keep.unsqueeze(-2), (2 * rotations.shape[-1]) ** 2)
     bucket = bucket.expand(*both.batch, *bucket.shape[-2:])
     order = torch.sort(bucket, dim=-1, stable=True).indices
-    place = torch.argsort(order, dim=-1) // chunk
+    place = torch.zeros_like(order).scatter(-1, order, torch.arange(n, device=x.device).expand(order.shape))
     return F.pad(order, (0, -n % chunk), value=n), place
 
 
 def _masks(
-    both: Pair, order_q: Tensor, order_k: Tensor, place_q: Tensor, place_k: Tensor, chunk: int, causal: bool
+    both: Pair, order_q: Tensor, order_k: Tensor, chunk_q: Tensor, chunk_k: Tensor, chunk: int, causal: bool
 ) -> Tensor:
     """Which pairs count in which round: real, not before its time, not itself, and in no earlier round."""
-    n, chunk = both.n, min(chunk, both.n)
-    rounds = order_q.shape[-2]
-    lost = F.pad(order_k, (chunk, 0), value=n).unfold(-1, 2 * chunk, chunk)  # (*batch, rounds, t, 2 chunk)
-    rows, columns = order_q.unflatten(-1, (-1, chunk)).unsqueeze(-1), lost.unsqueeze(-2)
-    seen = (columns < n) & (columns != rows)
-    seen = seen & (columns < rows) if causal else seen
+    n, rounds = both.n, order_q.shape[-2]
+    # the smaller the numbers, the faster they are compared
+    small = torch.int8 if n // chunk <= 100 else torch.int16 if n // chunk < 2**14 else torch.int32
+    chunk_q, chunk_k = (F.pad(x.to(small), (0, 1), value=-9) for x in (chunk_q, chunk_k))
+    order_k = order_k.unfold(-1, 2 * chunk, chunk)  # (*batch, rounds, t, 2 chunk)
+    order_q = order_q.unflatten(-1, (-1, chunk))  # (*batch, rounds, t, chunk)
+    real = order_k < n
     if both.keep is not None:
         keep = F.pad(both.keep, (0, 1)).expand(*both.batch, n + 1)
-        real = keep.unsqueeze(-2).expand(*both.batch, rounds, n + 1).gather(-1, lost.flatten(-2))
-        seen = seen & real.reshape(lost.shape).unsqueeze(-2)
+        real = keep.unsqueeze(-2).expand(*both.batch, rounds, n + 1).gather(-1, order_k.flatten(-2)).reshape(real.shape)
+    rows, columns = order_q.int().unsqueeze(-1), order_k.int().unsqueeze(-2)
+    seen = columns < rows if causal else columns != rows
+    seen = seen & real.unsqueeze(-2)
+    seen = seen & (rows < n) if n % chunk else seen
     found = []
-    small = torch.int16 if n // chunk < 2**14 else torch.int32
-    place_q, place_k = (F.pad(x.to(small), (0, 1), value=-9) for x in (place_q, place_k))
     for i in range(rounds):
-        mask = seen[..., i, :, :, :]
+        mask, there, here = seen[..., i, :, :, :], order_q[..., i, :, :], order_k[..., i, :, :]
         for earlier in range(i):  # met then: the key's chunk was the query's, or the one before
-            a = place_q[..., earlier, :].gather(-1, order_q[..., i, :]).unflatten(-1, (-1, chunk)).unsqueeze(-1)
-            b = place_k[..., earlier, :].gather(-1, lost[..., i, :, :].flatten(-2)).reshape(lost[..., i, :, :].shape)
-            mask = mask & ((a - b.unsqueeze(-2)) >> 1 != 0)
+            a = chunk_q[..., earlier, :].gather(-1, there.flatten(-2)).reshape(there.shape).unsqueeze(-1)
+            b = chunk_k[..., earlier, :].gather(-1, here.flatten(-2)).reshape(here.shape).unsqueeze(-2)
+            mask = mask & ((a - b) >> 1 != 0)
         found.append(mask)
     return torch.stack(found, dim=-4)
