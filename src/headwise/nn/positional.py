@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from headwise.cost import Cost
 from headwise.errors import ShapeError
+from headwise.nn import minimal
 from headwise.nn.taps import Taps
 from headwise.operators.base import AttentionOperator
 from headwise.operators.compose import per_head
@@ -58,14 +59,15 @@ class TapLayer(nn.Module, ABC):
         return self.weight.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.mix(self.taps.extend(type(self).__name__, x, self.weight))
+        self.taps.check(type(self).__name__, x, self.weight)
+        y = self.mix(x if x.dim() == len(self.taps.kernel) + 2 else x.unsqueeze(0))
         if self.bias is not None:
-            y = y + self.bias.reshape(-1, *(1,) * len(self.taps.kernel))
+            y = y.add_(self.bias.reshape(-1, *(1,) * len(self.taps.kernel)))  # y is ours, and no gradient needs it
         return y if x.dim() == y.dim() else y.squeeze(0)
 
     @abstractmethod
     def mix(self, x: Tensor) -> Tensor:
-        """sum_h P_h X W_h from the padded map: (b, channels, *extended) -> (b, out, *queries)."""
+        """sum_h P_h X W_h: (b, channels, *grid) -> (b, out, *queries)."""
 
     @abstractmethod
     def heads(self, grid: tuple[int, ...]) -> AttentionOperator:
@@ -87,11 +89,18 @@ class ShiftAttention(TapLayer):
     """Every head looks at exactly one cell: P_h x is x moved, no softmax and no weights to form.
 
     The taps of one axis are stacked as channels (K shifted copies), the taps of the others are slices of that stack,
-    each one matrix product added to the sum: K copies in place of the K^2 of an unfolded convolution.
+    each one matrix product added to the sum: K copies in place of the K^2 of an unfolded convolution.  Three rows of
+    taps without stride take two thirds of the products when no gradient is wanted (`minimal`).
     """
 
     def mix(self, x: Tensor) -> Tensor:
         t, b = self.taps, x.shape[0]
+        unit = len(t.kernel) == 2 and (t.kernel[0], *t.stride, t.dilation[0], t.groups) == (3, 1, 1, 1, 1)
+        if minimal.applies(x, self.weight, unit=unit):
+            zeros = t.border == "zeros"  # padded block by block; other borders beforehand
+            x, (rows, columns) = (x, t.padding) if zeros else (t.pad(x), ((0, 0), (0, 0)))
+            return minimal.three_rows(x, self.weight.unflatten(0, t.kernel), t.dilation[1], (rows, columns))
+        x = t.pad(x)
         inner, outer = t.channels // t.groups, self.outputs // t.groups
         queries = self._queries(x)
         # the axis with the most taps is stacked, the last one if several have
@@ -120,7 +129,7 @@ class ShiftAttention(TapLayer):
         return per_head([shift(wide, place, border="zeros", stride=t.stride, queries=queries) for place in places])
 
     def cost(self, grid: tuple[int, ...]) -> Cost:
-        """Shifts are free: the channel products are all there is."""
+        """Shifts are free: the channel products are all there is (a third fewer where `minimal` applies)."""
         t = self.taps
         cells = math.prod(t.queries(grid))
         stack = min(t.kernel[-1], max(1, STACK // (t.channels // t.groups)))
@@ -180,6 +189,7 @@ class GridQuadraticAttention(TapLayer):
 
     def mix(self, x: Tensor) -> Tensor:
         t, b = self.taps, x.shape[0]
+        x = t.pad(x)
         first, *others = self.factors(tuple(x.shape[2:]))
         x = x.unflatten(1, (t.groups, 1, -1))  # (b, groups, taps so far, inner, *extended)
         for axis, p in reversed(list(enumerate(others, start=1))):
@@ -234,6 +244,7 @@ class QuadraticAttention(TapLayer):
 
     def mix(self, x: Tensor) -> Tensor:
         t, b = self.taps, x.shape[0]
+        x = t.pad(x)
         sides = zip(x.shape[2:], t.reach, t.stride, strict=True)
         queries = [(e - reach - 1) // s + 1 for e, reach, s in sides]
         p = quadratic(x.shape[2:], self.centres, self.log_widths, queries=queries, stride=t.stride)

@@ -69,7 +69,18 @@ class Taps:
         return tuple((e - reach - 1) // s + 1 for e, reach, s in wide)
 
     def extend(self, owner: str, x: Tensor, weight: Tensor) -> Tensor:
-        """x (b, channels, *grid), or without b, checked and padded: (b, channels, *extended)."""
+        """x checked and padded: (b, channels, *extended)."""
+        self.check(owner, x, weight)
+        return self.pad(x if x.dim() == len(self.kernel) + 2 else x.unsqueeze(0))
+
+    def pad(self, x: Tensor) -> Tensor:
+        """(b, channels, *grid) -> (b, channels, *extended), filled as the border says."""
+        if not any(itertools.chain(*self.padding)):
+            return x
+        return F.pad(x, [side for pads in reversed(self.padding) for side in pads], mode=FILL[self.border])
+
+    def check(self, owner: str, x: Tensor, weight: Tensor) -> None:
+        """A sentence for every x that is not (b, channels, *grid) or (channels, *grid) with a map large enough."""
         axes = len(self.kernel)
         if x.dim() not in (axes + 1, axes + 2):
             raise ShapeError(
@@ -97,7 +108,3 @@ class Taps:
                     f"{owner}: {self.border} padding of {max(pads)} cells needs at least {max(pads) - widest} cells, "
                     f"but grid axis {axis} has {g}"
                 )
-        x = x if x.dim() == axes + 2 else x.unsqueeze(0)
-        if not any(itertools.chain(*self.padding)):
-            return x
-        return F.pad(x, [side for pads in reversed(self.padding) for side in pads], mode=FILL[self.border])
