@@ -3,8 +3,8 @@
     python examples/grow.py [--quick]
 
 A one-layer model looks up values by key.  Its heads are two numbers wide, which is too few for 128 keys; the loop
-observes some backward passes, asks which heads are too narrow, and goes on with the same optimizer.  The run is repeated
-without growth, and on a task where the width is not the bottleneck, where nothing should grow.
+observes some backward passes, asks which heads are too narrow, and goes on with the same optimizer.  The run is
+repeated without growth, and on a task where the width is not the bottleneck, where nothing should grow.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ def story(task: Task, first: int, more: int, watched: int) -> None:
     train(model, optimizer, task, more, seed=4)
     train(narrow, narrow_optimizer, task, watched, seed=2)
     train(narrow, narrow_optimizer, task, more, seed=4)
-    print(
-        f"  after {more} steps more: loss {validation(model, task):.3f}, without growth {validation(narrow, task):.3f}"
-    )
+    grown, stayed = validation(model, task), validation(narrow, task)
+    print(f"  after {more} steps more: loss {grown:.3f}, without growth {stayed:.3f}")
 
 
 def main() -> None:

@@ -22,6 +22,9 @@ from torch import Tensor
 CHUNK = 1 << 20
 """Scores alive at once inside N; rows are taken in blocks so that no m x n tensor is formed for long sequences."""
 
+STACK = 1 << 22
+"""Entries of Gram matrices multiplied at once."""
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -165,59 +168,57 @@ class NormalMap:
     sequences: Sequence[Tokens]
     atoms: Sequence[Atom] = ()
     centred: bool = True
-    _grams: list[tuple[Tensor, Tensor] | Tokens] = field(default_factory=list, init=False, repr=False)
+    # Gram matrices in stacks (b, d_q, d_q), (b, d_k, d_k): where every row sees the same keys they say everything, and
+    # a stack is one batched product where single sequences would be a thousand small ones
+    _stacks: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False, repr=False)
+    _masked: list[Tokens] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # where a sequence is no longer than it is wide its tokens are the cheaper form; else its Gram matrices are
-        for s in self.sequences:
-            self._grams.append(s.grams(centred=self.centred) if s.product else s)
+        pairs = [s.grams(centred=self.centred) for s in self.sequences if s.product]
+        pairs += [(atom.count * atom.a.double(), atom.c.double()) for atom in self.atoms]
+        self._masked.extend(s for s in self.sequences if not s.product)
+        if pairs:
+            size = max(1, STACK // max(x.numel() for x in pairs[0]))
+            for start in range(0, len(pairs), size):
+                a, c = zip(*pairs[start : start + size], strict=True)
+                self._stacks.append((torch.stack(a), torch.stack(c)))
 
     def __call__(self, z: Tensor) -> Tensor:
         z = z.double()
         out = torch.zeros_like(z)
-        for part in self._grams:
-            out += part.normal(z, centred=self.centred) if isinstance(part, Tokens) else part[0] @ z @ part[1]
-        for atom in self.atoms:
-            out += atom.count * (atom.a.double() @ z @ atom.c.double())
+        for a, c in self._stacks:
+            out += (a @ z @ c).sum(0)
+        for tokens in self._masked:
+            out += tokens.normal(z, centred=self.centred)
         return out
 
     def for_queries(self, k: Tensor) -> Callable[[Tensor], Tensor]:
         """Q -> N(Q K^T) K with K (d_k, r) fixed: the normal map of W_q alone, at the cost of rank r."""
-        parts = [
-            p.side(k, centred=self.centred) if isinstance(p, Tokens) else (p[0], k.mT @ p[1] @ k) for p in self._grams
-        ]
-        parts += [(atom.count * atom.a.double(), k.mT @ atom.c.double() @ k) for atom in self.atoms]
-
-        def apply(q: Tensor) -> Tensor:
-            out = torch.zeros_like(q)
-            for part in parts:
-                out += part[0] @ (q @ part[1]) if isinstance(part, tuple) else part(q)
-            return out
-
-        return apply
+        return _one_side(
+            [(a, k.mT @ c @ k) for a, c in self._stacks],
+            [tokens.side(k, centred=self.centred) for tokens in self._masked],
+        )
 
     def for_keys(self, q: Tensor) -> Callable[[Tensor], Tensor]:
         """K -> N(Q K^T)^T Q with Q (d_q, r) fixed."""
-        parts = [
-            p.other_side(q, centred=self.centred) if isinstance(p, Tokens) else (p[1], q.mT @ p[0] @ q)
-            for p in self._grams
-        ]
-        parts += [(atom.count * atom.c.double(), q.mT @ atom.a.double() @ q) for atom in self.atoms]
-
-        def apply(k: Tensor) -> Tensor:
-            out = torch.zeros_like(k)
-            for part in parts:
-                out += part[0] @ (k @ part[1]) if isinstance(part, tuple) else part(k)
-            return out
-
-        return apply
+        return _one_side(
+            [(c, q.mT @ a @ q) for a, c in self._stacks],
+            [tokens.other_side(q, centred=self.centred) for tokens in self._masked],
+        )
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Mean A and mean C over all sequences: the two sides of the preconditioner."""
+        # an atom's A is already multiplied by its count, its C is not
+        weights = [1] * (self.count - sum(x.count for x in self.atoms) - len(self._masked))
+        counts = torch.tensor([*weights, *(atom.count for atom in self.atoms)], dtype=torch.float64)
         a = c = None
-        parts = [p.grams(centred=self.centred) if isinstance(p, Tokens) else p for p in self._grams]
-        for n, left, right in [(1, *p) for p in parts] + [(x.count, x.a.double(), x.c.double()) for x in self.atoms]:
-            a, c = (n * left, n * right) if a is None or c is None else (a + n * left, c + n * right)
+        for left, right in self._stacks:
+            weight, counts = counts[: len(right)].to(right), counts[len(right) :]
+            pair = left.sum(0), torch.einsum("b,bij->ij", weight, right)
+            a, c = pair if a is None or c is None else (a + pair[0], c + pair[1])
+        for tokens in self._masked:
+            pair = tokens.grams(centred=self.centred)
+            a, c = pair if a is None or c is None else (a + pair[0], c + pair[1])
         assert a is not None, "a normal map has at least one sequence"
         assert c is not None
         return a / self.count, c / self.count
@@ -225,3 +226,19 @@ class NormalMap:
     @property
     def count(self) -> int:
         return len(self.sequences) + sum(atom.count for atom in self.atoms)
+
+
+def _one_side(
+    stacks: Sequence[tuple[Tensor, Tensor]], masked: Sequence[Callable[[Tensor], Tensor]]
+) -> Callable[[Tensor], Tensor]:
+    """W -> sum_b A_b W H_b, H_b the small side (r, r) of a stack, plus what the masked sequences add."""
+
+    def apply(w: Tensor) -> Tensor:
+        out = torch.zeros_like(w)
+        for wide, small in stacks:
+            out += (wide @ (w @ small)).sum(0)
+        for one in masked:
+            out += one(w)
+        return out
+
+    return apply

@@ -60,7 +60,7 @@ def train_and_grow(
 ) -> Iterator[Moment]:
     """Train, and after every `every` steps grow if it helps; yields a Moment every quarter of that, and at growth.
 
-    The last `observe` steps before each decision are observed; the loss that decides is on sequences held out from them.
+    The last `observe` steps before each decision are observed; the loss that decides is on other sequences.
     """
     if min(steps, every, key_width, layers, heads, batch, observe) < 1:
         raise InputError("grow: steps, every, key_width, layers, heads, batch and observe must be at least 1")
