@@ -16,26 +16,45 @@ from headwise.operators.softmax import Softmax
 from headwise.operators.toeplitz import Toeplitz
 from headwise.operators.toeplitz_softmax import ToeplitzSoftmax
 from headwise.testing import CHECKS, Case
-from headwise.testing.contract import check_compile
+from headwise.testing.contract import check_compile, check_trace
 from tests.operators.cases import CASES, EXACT
 
-# compiling takes most of the time, so the fast tier compiles the last variant of each operator, and the slow tier all
+# Compiling takes most of the time.  The fast tier traces the last variant of each operator into one graph and runs that
+# as it is; the slow tier lowers the graph of every variant too, and sends the last through torch's own compiler.
 LAST = {type(case.operator()): case.name for case in CASES}
-COMPILED = ("compile", "trace")
-PAIRS = [(case, check) for case in CASES for check in CHECKS]
-FAST = [(case, check) for case, check in PAIRS if check not in COMPILED or case.name in LAST.values()]
-SLOW = [pair for pair in PAIRS if pair not in FAST]
+LASTS = [case for case in CASES if case.name in LAST.values()]
+COMPILED = {"compile": check_compile, "trace": check_trace}
 
 
-def label(value: Case | str) -> str:
-    return value if isinstance(value, str) else value.name
+def label(value: object) -> str:
+    return value if isinstance(value, str) else getattr(value, "name", "")
 
 
-@pytest.mark.parametrize("case, check", FAST, ids=label)
-def test_contract(case: Case, check: str) -> None:
+def unless_skipped(case: Case, check: str) -> None:
     if check in case.skip:
         pytest.skip(case.skip[check])
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if check not in COMPILED])
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_contract(case: Case, check: str) -> None:
+    unless_skipped(case, check)
     case.check(check)
+
+
+@pytest.mark.parametrize("check", COMPILED)
+@pytest.mark.parametrize("case", LASTS, ids=label)
+def test_contract_in_one_graph(case: Case, check: str) -> None:
+    unless_skipped(case, check)
+    COMPILED[check](case, "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", COMPILED)
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_contract_in_a_lowered_graph(case: Case, check: str) -> None:
+    unless_skipped(case, check)
+    COMPILED[check](case, "aot_eager")
 
 
 SMALL_BLOCKS = [
@@ -72,24 +91,17 @@ def test_every_final_operator_has_a_case() -> None:
     assert not missing, f"add a line to tests/operators/cases.py for {', '.join(cls.__name__ for cls in missing)}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case, check", SLOW, ids=label)
-def test_contract_of_every_variant(case: Case, check: str) -> None:
-    test_contract(case, check)
-
-
 def test_case_names_are_unique() -> None:
     names = [case.name for case in CASES]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in LAST.values()], ids=label)
+@pytest.mark.parametrize("case", LASTS, ids=label)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor(case: Case) -> None:
     """torch's own compiler, which needs a C++ one: half a minute each."""
-    if "compile" in case.skip:
-        pytest.skip(case.skip["compile"])
+    unless_skipped(case, "compile")
     check_compile(case, "inductor")
 
 
