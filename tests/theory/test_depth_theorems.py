@@ -79,6 +79,8 @@ def test_sampled_paths_agree_with_all_of_them() -> None:
 
 
 def test_the_bound_holds_and_is_computed_in_logs() -> None:
+    stack, x = random_stack(4, 2, 6), gaussian(5, 6)
+    found = collapse(stack, x)
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         stack = random_stack(4, 2, 6, scale=0.7, generator=generator)

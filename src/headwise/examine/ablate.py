@@ -59,7 +59,7 @@ def _family(block: nn.Module) -> str | None:
     return None
 
 
-def _switch(block: nn.Module, *, skip: bool, mlp: bool) -> list[Any]:
+def _switch(block: Any, *, skip: bool, mlp: bool) -> list[Any]:
     """Hooks that leave out the attention's skip or the MLP of one block."""
     family, handles = _family(block), []
     if not skip and family == "bert":

@@ -144,7 +144,7 @@ def _own_projection(call: Call, pending: list[_Head]) -> None:
 
 @contextlib.contextmanager
 def _projections(model: nn.Module, pending: list[_Head]) -> Iterator[None]:
-    def before(module: nn.Module, args: tuple) -> None:
+    def before(module: Any, args: tuple) -> None:
         if not pending or not args or not isinstance(args[0], Tensor):
             return
         weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.mT  # (in, out)

@@ -13,7 +13,7 @@ Dong, Cordonnier & Loukas 2021 (path decomposition); the recursion replaces thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         self.held: list[Any] = []
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func is F.layer_norm:
@@ -65,10 +65,10 @@ class _Replayer(TorchFunctionMode):
         self.held, self.copies, self.gate = iter(held), copies, gate
         self.started = False
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         known = func in (F.layer_norm, F.rms_norm, F.scaled_dot_product_attention) or func in _GATED or func in _HELD
-        held = next(self.held) if known else None
+        held: Any = next(self.held) if known else None
         if not self.started:
             return func(*args, **kwargs)
         if func is F.linear:
@@ -103,11 +103,11 @@ class _Replayer(TorchFunctionMode):
         rest = {name: x for name, x in kwargs.items() if name not in ("query", "key", "value")}
         for name, x in zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False):
             rest[name] = x
-        grow = [x.expand(self.copies - 1, *x.shape[1:]) for x in (q, k)]
+        q, k = (x.expand(self.copies - 1, *x.shape[1:]) for x in (q, k))
         mask = rest.get("attn_mask")
         if mask is not None and mask.dim() == 4:
             rest["attn_mask"] = mask.expand(self.copies - 1, *mask.shape[1:])
-        out = F.scaled_dot_product_attention(*grow, v[:-1], **rest)
+        out = F.scaled_dot_product_attention(q, k, v[:-1], **rest)
         return torch.cat([torch.zeros_like(out[:1]), out])
 
 

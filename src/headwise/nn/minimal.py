@@ -31,7 +31,7 @@ def applies(x: Tensor, weight: Tensor, *, unit: bool) -> bool:
         and not watched
         and min(weight.shape[-2:]) >= WORTHWHILE
         and not torch.compiler.is_compiling()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportAttributeAccessIssue]
         and type(x) is Tensor
     )
 

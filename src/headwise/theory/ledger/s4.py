@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.nn.multihead import MultiHead
 from headwise.nn.taps import Taps
-from headwise.operators.shift import shift
+from headwise.operators.shift import Border, shift
 from headwise.theory.convolution import convolution_is_attention, encoding_costs, sharp_heads_are_shifts
 from headwise.theory.ledger.entry import Entry, Finding, Outcome, rounding
 from headwise.theory.verdict import Verdict
@@ -93,7 +93,7 @@ def one_hot_limit() -> Finding:
 
 
 def _by_shifts(
-    x: Tensor, weight: Tensor, *, padding: int, dilation: int = 1, stride: int = 1, border: str = "zeros"
+    x: Tensor, weight: Tensor, *, padding: int, dilation: int = 1, stride: int = 1, border: Border = "zeros"
 ) -> Tensor:
     """sum over taps of (shift by the tap) X W_tap: heads that look at one pixel each."""
     _, height, width = x.shape
