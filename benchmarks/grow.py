@@ -1,10 +1,11 @@
 """What growing the key width brings, against every other way to do it, and what it costs.
 
-    python benchmarks/grow.py kinds               least-squares residuals on eight kinds of data
-    python benchmarks/grow.py train [--quick]     several ways to widen, several seeds, a task with and one without need
-    python benchmarks/grow.py heads [--quick]     the head with the highest score against a random one
-    python benchmarks/grow.py cost  [--quick]     time and memory on a 6-layer, 8-head, width-256 model
-    python benchmarks/grow.py all   [--quick]
+    python -m benchmarks.grow kinds               least-squares residuals on eight kinds of data
+    python -m benchmarks.grow train [--quick]     several ways to widen, several seeds, a task with and one without need
+    python -m benchmarks.grow optimizer [--quick] what becomes of Adam's moments
+    python -m benchmarks.grow heads [--quick]     the head with the highest score against a random one
+    python -m benchmarks.grow cost  [--quick]     time and memory on a 6-layer, 8-head, width-256 model
+    python -m benchmarks.grow all   [--quick]
 
 Intervals are 95 % of Student's t over seeds; times are medians in one run, printed as ratios.
 """
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 from benchmarks.grow_kinds import compare, kinds
 from headwise.grow import Grower
 from headwise.grow.baselines import gradmax, random_both, random_queries, source_recipe
+from headwise.grow.grower import SOLUTIONS
 from headwise.grow.refit import refit
 from headwise.grow.solve import closed_form, fisher_form
 from headwise.grow.tasks import Block, Reader, Task, average, lookup
+from headwise.nn import MultiHead, head_slices
 
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 10: 2.26}
 BATCH, RATE, CALIBRATION = 32, 3e-3, 32
@@ -77,8 +80,8 @@ WAYS: dict[str, Any] = {
     "refit": (refit,),
     "closed form": (closed_form,),
     "closed form, Fisher": (fisher_form,),
-    "ours (line search chooses)": (closed_form, fisher_form, refit),
-    "ours, optimizer rebuilt": (closed_form, fisher_form, refit),
+    "ours (line search chooses)": SOLUTIONS,
+    "ours, optimizer rebuilt": SOLUTIONS,
 }
 
 
@@ -129,6 +132,51 @@ def afterwards(
         done = steps
         found.append(validation(model, task))
     return found
+
+
+def compare_policies(task: Task, seeds: int, steps: int, later: Sequence[int]) -> None:
+    """The same growth, four ways to go on with AdamW."""
+    print(f"\noptimizer after growth: {task.name}, 1 layer, 2 heads, k 2 -> 4, {seeds} seeds; validation loss after")
+    print(f"growth, and after {' and '.join(map(str, later))} more steps")
+    ways = {"ours": SOLUTIONS, "random queries, zero keys": (random_queries,)}
+    policies = ("calibrated", "second moments only", "zeros", "rebuilt")
+    rows: dict[str, list[list[float]]] = {f"{way}: {policy}": [] for way in ways for policy in policies}
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        base = Reader(task, layers=1, key_width=2)
+        optimizer = torch.optim.AdamW(base.parameters(), RATE)
+        train(base, optimizer, task, torch.Generator().manual_seed(seed), steps)
+        for way, solutions in ways.items():
+            torch.manual_seed(seed)
+            grown, moments = copy.deepcopy((base, optimizer))
+            grower = observed(grown, moments, task, seed)
+            grower.grow(
+                2,
+                [("blocks.0.attend", 0), ("blocks.0.attend", 1)],
+                loss=held_out(grown, task, seed),
+                solutions=solutions,
+            )
+            grower.close()
+            for policy in policies:
+                model, state = copy.deepcopy((grown, moments))
+                if policy == "rebuilt":
+                    state = torch.optim.AdamW(model.parameters(), RATE)
+                elif policy != "calibrated":
+                    forget(model, state, ("exp_avg",) if policy.startswith("second") else ("exp_avg", "exp_avg_sq"))
+                rows[f"{way}: {policy}"].append(afterwards(model, state, task, seed, later))
+    for name, values in rows.items():
+        print(f"  {name:46s}", "   ".join(interval(column) for column in zip(*values, strict=True)))
+
+
+def forget(model: Reader, optimizer: torch.optim.Optimizer, which: Sequence[str]) -> None:
+    """Zero moments for the new half of each head's dimensions."""
+    layer = model.blocks[0].attend
+    assert isinstance(layer, MultiHead)
+    new = torch.cat([torch.arange(s.start + 2, s.stop) for s in head_slices(layer.key_widths)])
+    for linear in (layer.query, layer.key):
+        for parameter in linear.parameters():
+            for key in which:
+                optimizer.state[parameter][key][new] = 0
 
 
 def compare_heads(task: Task, seeds: int, steps: int) -> None:
@@ -246,11 +294,14 @@ def print_kinds() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("kinds", "train", "heads", "cost", "all"))
+    parser.add_argument("part", choices=("kinds", "train", "optimizer", "heads", "cost", "all"))
     parser.add_argument("--quick", action="store_true", help="fewer seeds, steps and sequences")
     parser.add_argument("--seeds", type=int, default=None)
     options = parser.parse_args()
-    quick, parts = options.quick, ("kinds", "train", "heads", "cost") if options.part == "all" else (options.part,)
+    quick, parts = (
+        options.quick,
+        ("kinds", "train", "optimizer", "heads", "cost") if options.part == "all" else (options.part,),
+    )
     seeds = options.seeds or (2 if quick else 5)
     if "kinds" in parts:
         print_kinds()
@@ -258,6 +309,8 @@ def main() -> None:
         steps, later = (150, (20,)) if quick else (400, (50, 200))
         for task in (lookup(keys=128), average(keys=128)):
             compare_training(task, seeds, steps, later)
+    if "optimizer" in parts:
+        compare_policies(lookup(keys=128), seeds, 150 if quick else 400, (20,) if quick else (20, 50, 200))
     if "heads" in parts:
         compare_heads(lookup(keys=128), seeds, 150 if quick else 300)
     if "cost" in parts:
