@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.nn.positional import QuadraticAttention
+from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
 from headwise.rewrite import convert, exact, soft, soft_grid
 from headwise.theory.convolution import centres_stop_learning, encoding_costs
@@ -51,12 +52,13 @@ def methods(side: int, seed: int = 0) -> dict[str, Callable[[], Tensor]]:
         "unfold": unfolded,
         "soft, shared factors": lambda: shared(x),
         "soft, nine free heads": lambda: free(x),
-        "dense softmax (fused)": lambda: dense(free, x),
+        "dense softmax, fused": lambda: dense(free, x, lambda p, v: p(v)),
+        "dense softmax, P formed": lambda: dense(free, x, lambda p, v: p.dense() @ v),
     }
 
 
-def dense(layer: QuadraticAttention, x: Tensor) -> Tensor:
-    """The same nine heads as ordinary attention: -alpha |k - q - c|^2 as a dot product, fused, P not formed."""
+def dense(layer: QuadraticAttention, x: Tensor, attend: Callable[[AttentionOperator, Tensor], Tensor]) -> Tensor:
+    """The same nine heads as ordinary attention: -alpha |k - q - c|^2 as a dot product of width 3."""
     wide = F.pad(x, (1, 1, 1, 1))
     sides, m = wide.shape[2:], x.shape[2] * x.shape[3]
     rows = torch.cartesian_prod(*(torch.arange(float(s)) for s in sides))
@@ -65,7 +67,8 @@ def dense(layer: QuadraticAttention, x: Tensor) -> Tensor:
     q = torch.cat([2 * ALPHA * at, torch.full((*at.shape[:2], 1), -ALPHA)], dim=-1)
     k = torch.cat([rows, rows.square().sum(-1, keepdim=True)], dim=-1)
     values = wide.flatten(2).mT.contiguous()  # transposed values would make the fused kernel form P after all
-    seen = softmax(q, k.expand(len(q), *k.shape), scale=1.0)(values.expand(len(q), -1, -1))  # (h, m, d)
+    p = softmax(q, k.expand(len(q), *k.shape), scale=1.0)
+    seen = attend(p, values.expand(len(q), -1, -1))  # (h, m, d)
     y = torch.einsum("hmi,hoi->om", seen, layer.weight).reshape(1, -1, *x.shape[2:])
     assert y.shape[2] * y.shape[3] == m
     return y + layer.bias.reshape(-1, 1, 1)  # pyright: ignore
@@ -97,12 +100,14 @@ def times(sides: list[int], rounds: int) -> None:
         print(f"{side} x {side}   conv2d {1e3 * statistics.median(taken['conv2d']):.2f} ms")
         for name in list(quick)[1:]:
             print(f"    {name:<24}{spread([a / b for a, b in zip(taken[name], taken['conv2d'], strict=True)])}")
-        slow = [
-            (seconds(calls["dense softmax (fused)"]), seconds(calls["soft, shared factors"]))
-            for _ in range(DENSE_ROUNDS)
-        ]
-        ratios = [a / b for a, b in slow]
-        print(f"    dense softmax (fused) / soft, shared factors: {spread(ratios)}")
+        for name in [name for name in calls if name.startswith("dense") and not (side > 64 and "formed" in name)]:
+            against = {"exact": [], "soft, shared factors": []}
+            for _ in range(DENSE_ROUNDS):
+                slow = seconds(calls[name])
+                for quick_name, ratios in against.items():
+                    ratios.append(slow / seconds(calls[quick_name]))
+            for quick_name, ratios in against.items():
+                print(f"    {name} / {quick_name}: {spread(ratios)}")
 
 
 def spread(ratios: list[float]) -> str:

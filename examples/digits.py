@@ -120,8 +120,10 @@ def main() -> None:
     train(heads, x, y, epochs, 3e-3, recorder)
     count = sum(p.numel() for p in heads.parameters())
     print(f"attention from random centres: {count} parameters, test accuracy {accuracy(heads, test_x, test_y):.3f}")
-    print("  at the start"), kernels(recorder, 0)
-    print("  at the end"), kernels(recorder, epochs)
+    print("  at the start")
+    kernels(recorder, 0)
+    print("  at the end")
+    kernels(recorder, epochs)
 
     exact, receipt = convert(plain.eval(), probe=test_x)
     print(f"CNN converted exactly: {receipt}, test accuracy {accuracy(exact, test_x, test_y):.3f}")
