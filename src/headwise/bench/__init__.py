@@ -1,0 +1,1 @@
+"""Cost as a function of n, fitted exponents, peers in the same run, and distance from exact attention."""

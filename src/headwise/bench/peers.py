@@ -1,0 +1,216 @@
+"""The same layer by other packages, in the same run: width 512, 8 heads, one sequence, forward and with backward.
+
+Packages that are not installed are named as absent; none is a dependency.  A layer is compared with ours of the same
+idea, four projections included on both sides, so layers differ less than their attention does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headwise.bench.cases import entry
+from headwise.bench.clock import Timing, in_turns
+from headwise.errors import InputError
+from headwise.nn.multihead import MultiHead
+
+WIDTH, HEADS = 512, 8
+Layer = Callable[[int], nn.Module]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A layer `make(n)` of another package, the operator of ours it is compared with, and what to install."""
+
+    name: str
+    ours: str
+    module: str
+    package: str
+    make: Layer
+    longest: int = 65536
+
+    @property
+    def present(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+
+def _torch(n: int) -> nn.Module:
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    class SelfAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, x, x, need_weights=False)[0]
+
+    return SelfAttention()
+
+
+def _linformer(n: int) -> nn.Module:
+    from linformer import LinformerSelfAttention  # pyright: ignore[reportMissingImports]
+
+    return LinformerSelfAttention(WIDTH, n, k=256, heads=HEADS)
+
+
+def _linformer_pytorch(n: int) -> nn.Module:
+    from linformer_pytorch import MHAttention  # pyright: ignore[reportMissingImports]
+    from linformer_pytorch.linformer_pytorch import get_EF  # pyright: ignore[reportMissingImports]
+
+    e = get_EF(n, 256)
+    return MHAttention(n, WIDTH // HEADS, WIDTH, 256, HEADS, 0.0, "C0", "layerwise", e, e, False, False)
+
+
+def _reformer(n: int) -> nn.Module:
+    from reformer_pytorch import LSHSelfAttention  # pyright: ignore[reportMissingImports]
+
+    return LSHSelfAttention(WIDTH, heads=HEADS, bucket_size=64, n_hashes=4)
+
+
+def _performer(n: int) -> nn.Module:
+    from performer_pytorch import SelfAttention  # pyright: ignore[reportMissingImports]
+
+    return SelfAttention(WIDTH, heads=HEADS)
+
+
+def _nystrom(n: int) -> nn.Module:
+    from nystrom_attention import NystromAttention  # pyright: ignore[reportMissingImports]
+
+    return NystromAttention(WIDTH, dim_head=WIDTH // HEADS, heads=HEADS, num_landmarks=256, residual=False)
+
+
+def _local(n: int) -> nn.Module:
+    from local_attention import LocalMHA  # pyright: ignore[reportMissingImports]
+
+    # one window back and one ahead of 43 is as near to 128 neighbours as it comes
+    return LocalMHA(dim=WIDTH, window_size=43, dim_head=WIDTH // HEADS, heads=HEADS, causal=False, autopad=True)
+
+
+def _linear(n: int) -> nn.Module:
+    from linear_attention_transformer.linear_attention_transformer import (  # pyright: ignore[reportMissingImports]
+        SelfAttention,
+    )
+
+    return SelfAttention(WIDTH, HEADS)
+
+
+def _x_transformers(n: int) -> nn.Module:
+    from x_transformers import Attention  # pyright: ignore[reportMissingImports]
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Attention(WIDTH, dim_head=WIDTH // HEADS, heads=HEADS, flash=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.layer(x)
+            return out[0] if isinstance(out, tuple) else out
+
+    return First()
+
+
+PEERS = (
+    Peer("torch.nn.MultiheadAttention", "exact", "torch", "torch", _torch, 16384),
+    Peer("x-transformers (flash)", "exact", "x_transformers", "x-transformers", _x_transformers, 16384),
+    Peer("linformer", "projected 256", "linformer", "linformer", _linformer),
+    Peer("linformer-pytorch", "projected 256", "linformer_pytorch", "linformer-pytorch", _linformer_pytorch),
+    Peer("reformer-pytorch", "hashed", "reformer_pytorch", "reformer-pytorch", _reformer),
+    Peer("performer-pytorch", "efficient", "performer_pytorch", "performer-pytorch", _performer),
+    Peer(
+        "linear-attention-transformer",
+        "efficient",
+        "linear_attention_transformer",
+        "linear-attention-transformer",
+        _linear,
+    ),
+    Peer("nystrom-attention", "nystrom 256", "nystrom_attention", "nystrom-attention", _nystrom),
+    Peer("local-attention", "window 128", "local_attention", "local-attention", _local),
+)
+OURS = (
+    "exact",
+    "window 128",
+    "strided",
+    "fixed",
+    "hashed",
+    "projected 256",
+    "efficient",
+    "factored pooling",
+    "nystrom 256",
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One layer at one length; ratios are its time over that of ours with the same idea (for ours, exact's over it)."""
+
+    name: str
+    n: int
+    forward: Timing
+    both: Timing
+    against: str
+    ratio_forward: float
+    ratio_both: float
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def absent() -> list[Peer]:
+    return [peer for peer in PEERS if not peer.present]
+
+
+def compare(n: int, *, names: Sequence[str] | None = None, rounds: int = 5, seconds: float = 60.0) -> list[Comparison]:
+    """Every installed peer and every layer of ours in turns at one length."""
+    torch.manual_seed(0)
+    layers: dict[str, nn.Module] = {}
+    against: dict[str, str] = {}
+    for name in OURS:
+        if n <= entry(name).longest:
+            layers[name] = MultiHead(WIDTH, HEADS, build=entry(name).build(n))
+    for peer in PEERS:
+        if peer.present and n <= peer.longest and peer.ours in layers:
+            layers[peer.name], against[peer.name] = peer.make(n), peer.ours
+    if names is not None:
+        if unknown := set(names) - set(layers):
+            raise InputError(f"bench peers: {sorted(unknown)[0]!r} is not among {', '.join(layers)}")
+        layers = {name: layer for name, layer in layers.items() if name in names}
+    x = torch.randn(1, n, WIDTH, requires_grad=True)
+    forwards = in_turns({k: _forward(m, x) for k, m in layers.items()}, rounds=rounds, seconds=seconds)
+    boths = in_turns({k: _both(m, x) for k, m in layers.items()}, rounds=rounds, seconds=2 * seconds)
+    rows = []
+    for name in layers:
+        other = against.get(name)
+        if other in layers and other is not None:
+            ratios = forwards[name].over(forwards[other]), boths[name].over(boths[other])
+        else:
+            other = "exact"
+            both = "exact" in layers
+            ratios = (
+                (forwards["exact"].over(forwards[name]), boths["exact"].over(boths[name]))
+                if both
+                else (float("nan"),) * 2
+            )
+        rows.append(Comparison(name, n, forwards[name], boths[name], other, *ratios))
+    return rows
+
+
+def _forward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+    def call() -> None:
+        with torch.no_grad():
+            layer(x)
+
+    return call
+
+
+def _both(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
+
+    def call() -> None:
+        torch.autograd.grad(layer(x).sum(), wanted, allow_unused=True)
+
+    return call

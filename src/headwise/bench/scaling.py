@@ -1,0 +1,153 @@
+"""The complexity table as a measurement: every operator over a geometric range of n, fitted exponents beside claims."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from headwise.bench.cases import ENTRIES, RECURRENT
+from headwise.bench.fit import Exponent, exponent
+from headwise.errors import HeadwiseError, InputError
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+QUICK = (256, 512, 1024)
+RANKS = (64, 128, 256, 512)
+PROJECTIONS = ("factored pooling", "factored CountSketch", "factored dense")
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    n: int
+    rank: int | None = None
+    heads: int = 8
+    width: int = 64
+    rounds: int = 5
+    seconds: float = 20.0
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Everything measured, by job; a table and figures are made from this."""
+
+    results: dict[Job, dict[str, float]] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(job.name for job in self.results if job.rank is None))
+
+    def curve(self, name: str, what: str) -> tuple[list[int], list[float]]:
+        rows = sorted((job.n, x[what]) for job, x in self.results.items() if job.name == name and job.rank is None)
+        return [n for n, _ in rows], [x for _, x in rows]
+
+    def exponent(self, name: str, what: str) -> Exponent:
+        """Over the four longest lengths: below them constant costs hide the law."""
+        n, seconds = self.curve(name, what)
+        return exponent(n[-4:], seconds[-4:])
+
+    def by_rank(self, name: str, what: str) -> list[tuple[int, float]]:
+        return sorted((job.rank, x[what]) for job, x in self.results.items() if job.name == name and job.rank)
+
+    def to_dict(self) -> dict[str, object]:
+        rows = [{**asdict(job), **x} for job, x in self.results.items()]
+        fits = {
+            name: {what: asdict(self.exponent(name, what)) for what in ("forward", "both", "multiply_adds")}
+            for name in self.names()
+        }
+        rows = [{key: None if x != x else x for key, x in row.items()} for row in rows]  # NaN is no JSON
+        return {"schema": 1, "rows": rows, "exponents": fits, "claims": {n: claim(n)[0] for n in self.names()}}
+
+
+def claim(name: str) -> tuple[str, float]:
+    """What the source says, as text and as an exponent of n."""
+    return ("O(n), n steps", 1.0) if name == RECURRENT else (ENTRIES[name].claim, ENTRIES[name].exponent)
+
+
+def jobs(names: Sequence[str] | None, lengths: Sequence[int], *, ranks: bool, rounds: int, seconds: float) -> list[Job]:
+    """Shortest first, so that an interrupted run has something of everything."""
+    names = [RECURRENT, *ENTRIES] if names is None else list(names)
+    if unknown := [name for name in names if name not in ENTRIES and name != RECURRENT]:
+        raise InputError(f"bench: no operator {unknown[0]!r}; there are {', '.join([RECURRENT, *ENTRIES])}")
+    longest = {name: 16384 if name == RECURRENT else ENTRIES[name].longest for name in names}
+    todo = [
+        Job(name, n, rounds=rounds, seconds=seconds) for n in sorted(lengths) for name in names if n <= longest[name]
+    ]
+    if ranks:
+        n = max(n for n in lengths if n <= 16384)
+        wanted = [r for r in RANKS if r <= n]
+        todo += [Job(name, n, r, rounds=rounds, seconds=seconds) for name in PROJECTIONS for r in wanted]
+    return todo
+
+
+def run(
+    todo: Sequence[Job], store: Path | None = None, *, together: bool = False
+) -> Iterator[tuple[Job, dict[str, float]]]:
+    """Measurements as they come; those already in `store` are not made again.
+
+    Each is made in a process of its own, or, `together`, all in one, which is quicker and does not know their memory.
+    """
+    known = load(store)
+    if store is not None and store.exists() and not store.read_text().endswith("\n"):
+        store.write_text(store.read_text() + "\n")  # an interrupted run left half a line
+    missing = [job for job in todo if job not in known]
+    yield from ((job, known[job]) for job in todo if job in known)
+    for group in [missing] if together and missing else [[job] for job in missing]:
+        for job, result in zip(group, _in_a_process(group), strict=True):
+            result = {**result, "forward_mb": math.nan, "both_mb": math.nan} if together else result
+            if store is not None:
+                with store.open("a") as file:
+                    file.write(json.dumps({"job": asdict(job), "result": result}) + "\n")
+            yield job, result
+
+
+def load(store: Path | None) -> dict[Job, dict[str, float]]:
+    """What an earlier run left; a last line cut off by an interruption is left out."""
+    if store is None or not store.exists():
+        return {}
+    known = {}
+    for line in store.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        known[Job(**row["job"])] = row["result"]
+    return known
+
+
+def collect(
+    todo: Sequence[Job],
+    store: Path | None = None,
+    done: Callable[[int], None] | None = None,
+    *,
+    together: bool = False,
+) -> Scaling:
+    results = {}
+    for count, (job, result) in enumerate(run(todo, store, together=together), start=1):
+        results[job] = result
+        if done is not None:
+            done(count)
+    return Scaling(results)
+
+
+def _in_a_process(group: Sequence[Job]) -> Iterator[dict[str, float]]:
+    command = [sys.executable, "-m", "headwise.bench.worker", json.dumps([asdict(job) for job in group])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        count = 0
+        for line in process.stdout:
+            yield json.loads(line)
+            count += 1
+        complaint = process.stderr.read().strip().splitlines()
+    if process.returncode or count < len(group):
+        job = group[min(count, len(group) - 1)]
+        last = complaint[-1] if complaint else "killed, probably for want of memory"
+        raise HeadwiseError(f"bench: {job.name} at n = {job.n} failed: {last}")

@@ -1,0 +1,191 @@
+"""`headwise bench scaling | peers | fidelity`: what attention costs, measured here and now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headwise.cli.progress import bar
+from headwise.errors import InputError
+
+if TYPE_CHECKING:
+    from headwise.bench.scaling import Scaling
+
+
+def run(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    return {"scaling": _scaling, "peers": _peers, "fidelity": _fidelity}[options.what](options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headwise bench", description="What attention costs, measured here and now.")
+    parts = parser.add_subparsers(dest="what", required=True, metavar="scaling | peers | fidelity")
+    scaling = parts.add_parser("scaling", help="every operator over n: time, memory, operations, fitted exponents")
+    scaling.add_argument("--operators", nargs="+", metavar="NAME", help="some of them (default: all)")
+    scaling.add_argument("-o", "--out", type=Path, default=Path("headwise-bench"), metavar="DIR")
+    scaling.add_argument("--fresh", action="store_true", help="measure again what an earlier run has measured")
+    peers = parts.add_parser("peers", help="the same layer by other installed packages, as ratios in one run")
+    fidelity = parts.add_parser("fidelity", help="distance from exact attention against cost")
+    fidelity.add_argument(
+        "--tensors", type=Path, metavar="FILE", help="q, k and v (*batch, n, width) saved by torch.save as a dictionary"
+    )
+    for part, lengths in ((scaling, True), (peers, True), (fidelity, False)):
+        part.add_argument("--n", nargs="+" if lengths else None, type=int, metavar="N", help="lengths")
+        part.add_argument("--quick", action="store_true", help="short lengths, few rounds")
+        part.add_argument("--rounds", type=int, default=None, metavar="R")
+        part.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _scaling(options: argparse.Namespace) -> int:
+    from headwise.bench.scaling import LENGTHS, QUICK, collect, jobs
+
+    lengths = _lengths(options.n, QUICK if options.quick else LENGTHS)
+    rounds, seconds = options.rounds or (2 if options.quick else 5), 2.0 if options.quick else 20.0
+    todo = jobs(options.operators, lengths, ranks=options.operators is None, rounds=rounds, seconds=seconds)
+    options.out.mkdir(parents=True, exist_ok=True)
+    store = options.out / "scaling.jsonl"
+    if options.fresh:
+        store.unlink(missing_ok=True)
+    with bar("measuring", len(todo), quiet=options.json) as advance:
+        scaling = collect(todo, store, advance, together=options.quick)
+    files = [options.out / "scaling.json", *_figure(scaling, options.out / "scaling.svg")]
+    files[0].write_text(json.dumps(scaling.to_dict(), indent=1))
+    if options.json:
+        print(json.dumps(scaling.to_dict()))
+        return 0
+    _print_scaling(scaling)
+    print("written:", ", ".join(map(str, files)))
+    return 0
+
+
+def _figure(scaling: Scaling, path: Path) -> list[Path]:
+    try:
+        from headwise.bench.figure import draw
+
+        return [draw(scaling, path)]
+    except ImportError:
+        return []  # matplotlib is an extra
+
+
+def _print_scaling(scaling: Scaling) -> None:
+    from headwise.bench.scaling import PROJECTIONS, claim
+
+    rows = []
+    for name in scaling.names():
+        n, seconds = scaling.curve(name, "forward")
+        both, memory = scaling.curve(name, "both")[1], scaling.curve(name, "both_mb")[1]
+        fits = [scaling.exponent(name, what) for what in ("forward", "both")]
+        depth = scaling.curve(name, "depth")[1][-1]
+        rows.append(
+            [
+                name,
+                claim(name)[0],
+                str(n[-1]),
+                _seconds(seconds[-1]),
+                _seconds(both[-1]),
+                "" if math.isnan(memory[-1]) else f"{memory[-1]:.0f}",
+                f"{scaling.curve(name, 'multiply_adds')[1][-1]:.2e}",
+                f"{depth:.0f}",
+                *(f"{fit.value:.2f} ± {fit.half_width:.2f}" for fit in fits),
+            ]
+        )
+    head = ["operator", "claimed", "n", "forward", "f + b", "MB", "mult-adds", "depth", "n^a forward", "n^a f + b"]
+    _table("One attention, 8 heads of 64, at the longest n; exponents over the four longest", head, rows)
+    ranked = [(name, scaling.by_rank(name, "forward")) for name in PROJECTIONS]
+    if any(x for _, x in ranked):
+        ranks = [str(r) for r, _ in ranked[0][1]]
+        rows = [[name, *(_seconds(x) for _, x in curve)] for name, curve in ranked]
+        _table("Forward by number of slots r", ["projection", *(f"r = {r}" for r in ranks)], rows)
+
+
+def _peers(options: argparse.Namespace) -> int:
+    from headwise.bench.peers import absent, compare
+
+    rounds = options.rounds or (2 if options.quick else 5)
+    lengths = _lengths(options.n, (512,) if options.quick else (1024, 4096, 16384))
+    rows = []
+    with bar("measuring", len(lengths), quiet=options.json) as advance:
+        for count, n in enumerate(lengths, start=1):
+            rows += compare(n, rounds=rounds, seconds=5.0 if options.quick else 60.0)
+            advance(count)
+    missing = [peer.package for peer in absent()]
+    if options.json:
+        print(json.dumps({"rows": [row.to_dict() for row in rows], "absent": missing}))
+        return 0
+    cells = [
+        [
+            row.name,
+            str(row.n),
+            _timing(row.forward),
+            _timing(row.both),
+            row.against,
+            f"{row.ratio_forward:.2f}",
+            f"{row.ratio_both:.2f}",
+        ]
+        for row in rows
+    ]
+    head = ["layer", "n", "forward", "f + b", "against", "ratio f", "ratio f + b"]
+    _table("Layers of width 512, 8 heads; a peer's ratio is its time over ours, ours is exact's over it", head, cells)
+    if missing:
+        print("absent:", ", ".join(missing))
+    return 0
+
+
+def _fidelity(options: argparse.Namespace) -> int:
+    from headwise.bench.fidelity import fidelity, random_heads
+
+    if options.tensors is None:
+        n = options.n or (256 if options.quick else 2048)
+        q, k, v = random_heads(_lengths([n], ())[0])
+    else:
+        q, k, v = _tensors(options.tensors)
+    rows, refused = fidelity(q, k, v)
+    if options.json:
+        print(json.dumps({"rows": [row.to_dict() for row in rows], "refused": refused}))
+        return 0
+    cells = [[r.name, f"{r.cost:.4f}", f"{r.error:.3f}", f"{r.worst:.3f}", "causal" if r.causal else ""] for r in rows]
+    _table(
+        "Distance from exact attention", ["operator", "cost / exact", "error of P v", "worst head", "against"], cells
+    )
+    for name, why in refused.items():
+        print(f"{name}: {why}")
+    return 0
+
+
+def _tensors(path: Path) -> tuple[Any, Any, Any]:
+    import torch
+
+    try:
+        saved = torch.load(path, weights_only=True)
+        return saved["q"], saved["k"], saved["v"]
+    except (OSError, KeyError, TypeError, RuntimeError) as error:
+        raise InputError(f"{path}: needs a dictionary of tensors q, k and v saved by torch.save ({error})") from error
+
+
+def _lengths(given: list[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    lengths = default if given is None else tuple(given)
+    if min(lengths) < 2:
+        raise InputError(f"--n must be at least 2, but is {min(lengths)}")
+    return lengths
+
+
+def _seconds(x: float) -> str:
+    return f"{1000 * x:.1f} ms" if x < 1 else f"{x:.2f} s"
+
+
+def _timing(x: Any) -> str:
+    return f"{_seconds(x.median)} ± {_seconds(x.spread)}"
+
+
+def _table(title: str, head: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*head, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
