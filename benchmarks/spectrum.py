@@ -54,7 +54,8 @@ def head(n: int) -> tuple[Tensor, Tensor]:
 
 
 def formed(q: Tensor, k: Tensor) -> Tensor:
-    return torch.softmax(q @ k.mT / math.sqrt(WIDTH), dim=-1)
+    scores = (q / math.sqrt(WIDTH)) @ k.mT
+    return torch.softmax(scores, dim=-1, out=scores)  # in place: one n x n buffer is the least that forming P takes
 
 
 def matrix_free(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

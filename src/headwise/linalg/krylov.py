@@ -16,6 +16,10 @@ on the newest block.  A start orthogonal to a leading direction, which has proba
 sqrt((||P v - s u||^2 + ||P^T u - s v||^2) / 2) of s (Weyl, on [[0, P], [P^T, 0]]).
 
 Golub & Kahan 1965; wide block and few steps: Musco & Musco 2015.
+
+Measured on softmax heads (benchmarks/spectrum.py): block 64 x 6 steps gives the first 32 values to 1e-4 and all 128 to
+5e-2 at n = 4096, scores with standard deviations of 2 to 16, and the first 32 to 2e-4 at n = 16384; 5 steps leave 2e-3
+there.  The fused kernel's time grows with the block from its head width on, so a wider one buys nothing.
 """
 
 from __future__ import annotations
