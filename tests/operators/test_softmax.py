@@ -109,3 +109,14 @@ def test_no_m_by_n_tensor_is_made() -> None:
         op.entropy()
         op.frobenius()
     assert seen.elements < n * n // 16
+
+
+def test_values_whose_rows_are_not_in_one_piece_take_the_fused_kernel() -> None:
+    """A transposed v has last stride n; the kernel would quietly form P, so it is laid out anew first."""
+    q, k, v = torch.randn(1, 1, 64, 8), torch.randn(1, 1, 64, 8), torch.randn(1, 1, 8, 64).mT
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        out = softmax(q, k)(v)
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
+    assert "aten::_scaled_dot_product_attention_math" not in names
+    torch.testing.assert_close(out, softmax(q, k)(v.contiguous()))

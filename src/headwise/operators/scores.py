@@ -215,14 +215,15 @@ def _row_parts(scores: Scores) -> list[Scores]:
 
 
 def _one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero columns added until q, k and v are equally wide: otherwise the CPU kernel forms P.
+    """Zero columns added until q, k and v are equally wide, and rows in one piece: otherwise the CPU kernel forms P.
 
     Zeros change neither q.k nor the wanted columns of the result, and one wide call shares its exponentials, which
     several narrow ones would repeat.
     """
     width = max(q.shape[-1], v.shape[-1])
-    q, k = F.pad(q, (0, width - q.shape[-1])), F.pad(k, (0, width - k.shape[-1]))
-    return q, k, F.pad(v, (0, width - v.shape[-1]))
+    q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v
 
 
 def _mask(scores: Scores, dtype: torch.dtype) -> Tensor | None:
