@@ -261,6 +261,7 @@ def test_gradient_accumulation_counts_every_backward() -> None:
         whole.observe()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # raised and hidden inside torch.compile
 def test_a_compiled_model_is_observed_and_recompiles() -> None:
     model, optimizer = started(steps=10)

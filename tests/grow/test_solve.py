@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise.errors import NonFiniteError, ShapeError
 from headwise.grow.baselines import recipe_for_one
+from headwise.grow.choose import choose
 from headwise.grow.metric import root
 from headwise.grow.normal import NormalMap, Tokens
 from headwise.grow.refit import alternate, refit, unconstrained
@@ -277,18 +278,23 @@ def test_the_bottleneck_falls_with_p_and_two_halves_judge_it() -> None:
     torch.manual_seed(0)
     q, k = metrics(case)
     draws: dict[str, list[tuple[float, float, float]]] = {"true": [], "false": []}
+    plans = {"true": 0, "false": 0}
     for _ in range(30):
         noise = math.sqrt(found.score / 56) * (q.root @ torch.randn_like(case.folds) @ k.root)
         for name, folds in (("true", case.moment + 0.3 * noise), ("false", noise)):
             judged = Problem(folds, case.shares, case.present, case.gram_q, case.gram_k)
             s = score(judged)
             draws[name].append((s.raw, s.validated, float(alignment(judged, 1))))
+            plans[name] += len(choose({("layer", 0): judged}, "auto", "auto"))
     true, false = (torch.tensor(draws[name]).mean(0) for name in ("true", "false"))
     assert true[0] > found.score  # noise inflates the raw score, not the validated one
     assert true[1].item() == pytest.approx(found.score, rel=0.05)
     assert abs(false[1]) < 0.15 * false[0]
     assert true[2] > 0.9
     assert abs(false[2]) < 0.2
+    # growth is proposed where there is something to find, and seldom where there is not
+    assert plans["true"] == 30
+    assert plans["false"] <= 10
 
 
 def test_shrinking_drops_what_the_scores_feel_least() -> None:

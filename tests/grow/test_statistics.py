@@ -137,12 +137,12 @@ def test_fewer_rows_are_right_on_average() -> None:
     exact = observed(layer, x, masks, weights).folds.sum(0)
     statistics = LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64, rows=3, folds=1)
     watch = Watch("layer", layer)
-    for _ in range(300):
+    for _ in range(120):
         (layer(x, **masks) * weights).sum().backward()
         statistics.add(watch.take()[0], bias=True)
     watch.close()
     mean = statistics.folds[0] / statistics.shares[0]
-    assert float((mean - exact).norm() / exact.norm()) < 0.15
+    assert float((mean - exact).norm() / exact.norm()) < 0.25
 
 
 def test_merging_two_halves_is_seeing_both() -> None:

@@ -94,6 +94,13 @@ class IgnoresStrides(Honest):
         return self.p @ (v if v.storage_offset() or v.dim() != 3 else packed)
 
 
+class ClonesStrides(Honest):
+    def apply(self, v: Tensor) -> Tensor:
+        v = v.clone()  # a spread view becomes contiguous, a transposed one stays transposed
+        packed = v.as_strided(v.shape, torch.empty(v.shape, device="meta").stride())
+        return self.p @ packed
+
+
 class NoVmap(Honest):
     def apply(self, v: Tensor) -> Tensor:
         return self.p @ v if v.sum().item() < 1e9 else v
@@ -158,7 +165,8 @@ BROKEN = [
     ("vmap", NoVmap, "vmap: raised RuntimeError"),
     ("compile", GraphBreak, "compile: raised Unsupported"),
     ("trace", GraphBreak, "trace: raised Unsupported"),
-    ("strides", IgnoresStrides, "strides of v: .* not finite"),
+    ("strides", IgnoresStrides, "strides: apply with tensors spread out: .* not finite"),
+    ("strides", ClonesStrides, "strides: apply with tensors stored by columns: error"),
     ("compile", WrongUnderCompile, r"compile \(aot_eager\) of apply: error"),
     ("half", PoorInHalf, "half: apply at width 1: error .*, tolerance 1.0e-02 in torch.float16"),
     ("half", WidensHalf, "half: apply of torch.bfloat16 gives torch.float32"),

@@ -88,7 +88,7 @@ def _local(n: int) -> nn.Module:
     from local_attention import LocalMHA  # pyright: ignore[reportMissingImports]
 
     # one window back and one ahead of 43 is as near to 128 neighbours as it comes
-    return LocalMHA(dim=WIDTH, window_size=43, dim_head=WIDTH // HEADS, heads=HEADS, causal=False, autopad=True)
+    return LocalMHA(dim=WIDTH, window_size=43, dim_head=WIDTH // HEADS, heads=HEADS, causal=False)
 
 
 def _linear(n: int) -> nn.Module:
@@ -164,22 +164,31 @@ def absent() -> list[Peer]:
     return [peer for peer in PEERS if not peer.present]
 
 
-def compare(n: int, *, names: Sequence[str] | None = None, rounds: int = 5, seconds: float = 60.0) -> list[Comparison]:
-    """Every installed peer and every layer of ours in turns at one length."""
+def compare(
+    n: int, *, names: Sequence[str] | None = None, rounds: int = 5, seconds: float = 60.0
+) -> tuple[list[Comparison], dict[str, str]]:
+    """Every installed peer and every layer of ours in turns at one length; and why a peer could not run."""
     torch.manual_seed(0)
     layers: dict[str, nn.Module] = {}
     against: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    x = torch.randn(1, n, WIDTH, requires_grad=True)
     for name in OURS:
         if n <= entry(name).longest:
             layers[name] = MultiHead(WIDTH, HEADS, build=entry(name).build(n))
     for peer in PEERS:
         if peer.present and n <= peer.longest and peer.ours in layers:
-            layers[peer.name], against[peer.name] = peer.make(n), peer.ours
+            try:
+                layer = peer.make(n)
+                _both(layer, x)()
+            except Exception as error:  # another package's, of any version: whatever it raises is its own affair
+                failed[peer.name] = f"{type(error).__name__}: {error}"
+                continue
+            layers[peer.name], against[peer.name] = layer, peer.ours
     if names is not None:
         if unknown := set(names) - set(layers):
             raise InputError(f"bench peers: {sorted(unknown)[0]!r} is not among {', '.join(layers)}")
         layers = {name: layer for name, layer in layers.items() if name in names}
-    x = torch.randn(1, n, WIDTH, requires_grad=True)
     forwards = in_turns({k: _forward(m, x) for k, m in layers.items()}, rounds=rounds, seconds=seconds)
     boths = in_turns({k: _both(m, x) for k, m in layers.items()}, rounds=rounds, seconds=2 * seconds)
     rows = []
@@ -196,7 +205,7 @@ def compare(n: int, *, names: Sequence[str] | None = None, rounds: int = 5, seco
                 else (float("nan"),) * 2
             )
         rows.append(Comparison(name, n, forwards[name], boths[name], other, *ratios))
-    return rows
+    return rows, failed
 
 
 def _forward(layer: nn.Module, x: Tensor) -> Callable[[], object]:

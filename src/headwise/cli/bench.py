@@ -107,14 +107,15 @@ def _peers(options: argparse.Namespace) -> int:
 
     rounds = options.rounds or (2 if options.quick else 5)
     lengths = _lengths(options.n, (512,) if options.quick else (1024, 4096, 16384))
-    rows = []
+    rows, failed = [], {}
     with bar("measuring", len(lengths), quiet=options.json) as advance:
         for count, n in enumerate(lengths, start=1):
-            rows += compare(n, rounds=rounds, seconds=5.0 if options.quick else 60.0)
+            more, wrong = compare(n, rounds=rounds, seconds=5.0 if options.quick else 60.0)
+            rows, failed = rows + more, {**failed, **wrong}
             advance(count)
     missing = [peer.package for peer in absent()]
     if options.json:
-        print(json.dumps({"rows": [row.to_dict() for row in rows], "absent": missing}))
+        print(json.dumps({"rows": [row.to_dict() for row in rows], "absent": missing, "failed": failed}))
         return 0
     cells = [
         [
@@ -132,6 +133,8 @@ def _peers(options: argparse.Namespace) -> int:
     _table("Layers of width 512, 8 heads; a peer's ratio is its time over ours, ours is exact's over it", head, cells)
     if missing:
         print("absent:", ", ".join(missing))
+    for name, why in failed.items():
+        print(f"{name} failed: {why}")
     return 0
 
 

@@ -37,7 +37,7 @@ def run(kernel: Kernel, *tensors: Tensor) -> Tensor:
 class Forward(torch.autograd.Function):
     @staticmethod
     def forward(kernel: Kernel, floating: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return kernel.forward(*tensors)
+        return kernel.forward(*_by_rows(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -62,7 +62,7 @@ class Forward(torch.autograd.Function):
 class Pull(torch.autograd.Function):
     @staticmethod
     def forward(kernel: Kernel, inputs: int, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return kernel.pull(pull, *tensors)
+        return kernel.pull(*_by_rows((pull, *tensors)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -86,6 +86,11 @@ class Pull(torch.autograd.Function):
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         out = Pull.apply(kernel, inputs, *_folded(info.batch_size, dims[2:], tensors))
         return _unfolded(info.batch_size, out)
+
+
+def _by_rows(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Each laid out row after row: torch's fused kernel, called directly, takes the last axis for contiguous."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:

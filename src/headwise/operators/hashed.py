@@ -21,7 +21,7 @@ from headwise.operators import fused
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.pair import Pair, pair, self_attention
-from headwise.operators.rounds import Rounds
+from headwise.operators.rounds import GROUP, Rounds
 from headwise.operators.scores import WIDEST
 from headwise.shapes import same_axis
 
@@ -196,27 +196,45 @@ def _sorted(x: Tensor, rotations: Tensor, both: Pair, chunk: int) -> tuple[Tenso
 def _masks(
     both: Pair, order_q: Tensor, order_k: Tensor, chunk_q: Tensor, chunk_k: Tensor, chunk: int, causal: bool
 ) -> Tensor:
-    """Which pairs count in which round: real, not before its time, not itself, and in no earlier round."""
-    n, rounds = both.n, order_q.shape[-2]
+    """Which pairs count in which round (*batch, rounds, t, chunk, 2 chunk), a few members of the batch at a time."""
+    n, lead = both.n, len(both.batch)
+    keep = None if both.keep is None else F.pad(both.keep, (0, 1)).expand(*both.batch, n + 1).reshape(-1, n + 1)
+    flat = [x.reshape(-1, *x.shape[lead:]) for x in (order_q, order_k, chunk_q, chunk_k)]
+    size = max(1, GROUP // (n * 2 * chunk))
+    groups = zip(*(x.split(size) for x in flat), strict=True)
+    kept = [None] * len(flat[0]) if keep is None else keep.split(size)
+    found = [_group_masks(n, *group, real, chunk, causal) for group, real in zip(groups, kept, strict=False)]
+    return torch.cat(found).reshape(*both.batch, *found[0].shape[1:])
+
+
+def _group_masks(
+    n: int,
+    order_q: Tensor,
+    order_k: Tensor,
+    chunk_q: Tensor,
+    chunk_k: Tensor,
+    keep: Tensor | None,
+    chunk: int,
+    causal: bool,
+) -> Tensor:
+    """A pair counts if it is real, not before its time, not a position with itself, and in no earlier round."""
+    rounds = order_q.shape[1]
     # the smaller the numbers, the faster they are compared
     small = torch.int8 if n // chunk <= 100 else torch.int16 if n // chunk < 2**14 else torch.int32
     chunk_q, chunk_k = (F.pad(x.to(small), (0, 1), value=-9) for x in (chunk_q, chunk_k))
-    order_k = order_k.unfold(-1, 2 * chunk, chunk)  # (*batch, rounds, t, 2 chunk)
-    order_q = order_q.unflatten(-1, (-1, chunk))  # (*batch, rounds, t, chunk)
-    real = order_k < n
-    if both.keep is not None:
-        keep = F.pad(both.keep, (0, 1)).expand(*both.batch, n + 1)
-        real = keep.unsqueeze(-2).expand(*both.batch, rounds, n + 1).gather(-1, order_k.flatten(-2)).reshape(real.shape)
-    rows, columns = order_q.int().unsqueeze(-1), order_k.int().unsqueeze(-2)
-    seen = columns < rows if causal else columns != rows
-    seen = seen & real.unsqueeze(-2)
-    seen = seen & (rows < n) if n % chunk else seen
+    order_k = order_k.unfold(-1, 2 * chunk, chunk)  # (b, rounds, t, 2 chunk)
+    order_q = order_q.unflatten(-1, (-1, chunk))  # (b, rounds, t, chunk)
     found = []
     for i in range(rounds):
-        mask, there, here = seen[..., i, :, :, :], order_q[..., i, :, :], order_k[..., i, :, :]
+        there, here = order_q[:, i], order_k[:, i]
+        real = here < n if keep is None else keep.gather(-1, here.flatten(1)).reshape(here.shape)
+        rows, columns = there.int().unsqueeze(-1), here.int().unsqueeze(-2)
+        mask = columns < rows if causal else columns != rows
+        mask = mask & real.unsqueeze(-2)
+        mask = mask & (rows < n) if n % chunk else mask
         for earlier in range(i):  # met then: the key's chunk was the query's, or the one before
-            a = chunk_q[..., earlier, :].gather(-1, there.flatten(-2)).reshape(there.shape).unsqueeze(-1)
-            b = chunk_k[..., earlier, :].gather(-1, here.flatten(-2)).reshape(here.shape).unsqueeze(-2)
+            a = chunk_q[:, earlier].gather(-1, there.flatten(1)).reshape(there.shape).unsqueeze(-1)
+            b = chunk_k[:, earlier].gather(-1, here.flatten(1)).reshape(here.shape).unsqueeze(-2)
             mask = mask & ((a - b) >> 1 != 0)
         found.append(mask)
-    return torch.stack(found, dim=-4)
+    return torch.stack(found, dim=1)

@@ -123,10 +123,10 @@ class Dense(Projection):
         return self.matrix.shape[:-2]
 
     def apply(self, x: Tensor) -> Tensor:
-        return self.matrix.to(x.dtype) @ x
+        return _times(self.matrix.to(x.dtype), x)
 
     def adjoint(self, y: Tensor) -> Tensor:
-        return self.matrix.to(y.dtype).mT @ y
+        return _times(self.matrix.to(y.dtype).mT, y)
 
     def multiply_adds(self, columns: int) -> int:
         return self.slots * self.length * columns
@@ -300,6 +300,13 @@ class Hadamard(Projection):
 
     def support(self, keep: Tensor) -> Tensor:
         return keep.any(-1, keepdim=True).expand(*keep.shape[:-1], self.slots)
+
+
+def _times(matrix: Tensor, x: Tensor) -> Tensor:
+    """matrix @ x; one matrix for all heads is one large product, which is faster than many narrow ones."""
+    if matrix.dim() > 2 or x.dim() == 2:
+        return matrix @ x
+    return torch.tensordot(matrix, x, dims=([1], [x.dim() - 2])).movedim(0, -2)
 
 
 def identity(n: int) -> Identity:

@@ -10,6 +10,7 @@ are positions it names some position, which the mask hides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -20,6 +21,9 @@ from torch import Tensor
 NEVER = -1e30
 """Score of a pair that does not count: its exponential is exactly zero beside any other."""
 
+GROUP = 1 << 22
+"""Scores of one round worked on at once (16 MB in single precision): larger pieces are new pages from the system."""
+
 
 @final
 @dataclass(frozen=True)
@@ -28,6 +32,16 @@ class Rounds:
     scale: float
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _in_groups(self._forward, self._entries(tensors[0]), tensors)
+
+    def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _in_groups(self._pull, self._entries(pull), (pull, *tensors))
+
+    def _entries(self, q: Tensor) -> int:
+        """Scores of one round and one member of the batch."""
+        return q.shape[1] * 2 * self.size
+
+    def _forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, own, *others = tensors
         out, lse = v.clone(), own.clone()
         for order_q, order_k, place_q, _, mask in _each(others):
@@ -48,7 +62,7 @@ class Rounds:
             lse = merged
         return out, lse
 
-    def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def _pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, own, *others, out, lse = tensors
         itself = (own - lse).exp()
         down = itself * (pull * (v - out)).sum(-1)
@@ -119,6 +133,17 @@ class Rounds:
         """The transpose of that: (b, t, 2 size, c) -> (b, t * size, c), overlapping halves added."""
         before, own = x[:, 1:, : self.size], x[:, :, self.size :]
         return (own + F.pad(before, (0, 0, 0, 0, 0, 1))).flatten(1, 2)
+
+
+def _in_groups(
+    work: Callable[..., tuple[Tensor, ...]], entries: int, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """`work` on as many members of the batch at once as fit into the memory that is quickest to get: measured."""
+    size = max(1, GROUP // entries)
+    if size >= tensors[0].shape[0]:
+        return work(*tensors)
+    parts = [work(*group) for group in zip(*(x.split(size) for x in tensors), strict=True)]
+    return tuple(torch.cat(x) for x in zip(*parts, strict=True))
 
 
 def _each(others: list[Tensor]) -> list[tuple[Tensor, ...]]:

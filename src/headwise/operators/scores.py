@@ -181,8 +181,6 @@ def _attend_with_lse_fused(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
     mask = _mask(scores, q.dtype)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-    # called directly, the kernel takes the last axis for contiguous without looking
-    q, k, wide = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, wide))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _four_axes(q, batch),
         _four_axes(k, batch),
@@ -222,6 +220,7 @@ def _one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    # the kernel called directly does not look: it takes every last axis for contiguous
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v
 

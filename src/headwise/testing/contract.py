@@ -182,12 +182,14 @@ def check_gradients(case: Case) -> None:
     op, p = case.build(**tensors), case.matrix(tensors)
     for d in case.widths():
         v, u = (x.requires_grad_() for x in _sides(op, d))
-        _compare_gradients(case, f"apply at width {d}", op(v), p @ v, {**leaves, "v": v})
-        _compare_gradients(case, f"adjoint at width {d}", op.adjoint(u), p.mT @ u, {**leaves, "u": u})
+        for what, x, found, expected in (("apply", v, op(v), p @ v), ("adjoint", u, op.adjoint(u), p.mT @ u)):
+            pull = normal(*found.shape, seed=3)
+            _compare_gradients(case, f"{what} at width {d}", found, expected, {**leaves, "x": x}, pull)
 
 
-def _compare_gradients(case: Case, what: str, found: Tensor, expected: Tensor, leaves: Mapping[str, Tensor]) -> None:
-    pull = normal(*found.shape, seed=3)
+def _compare_gradients(
+    case: Case, what: str, found: Tensor, expected: Tensor, leaves: Mapping[str, Tensor], pull: Tensor
+) -> None:
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     fast = torch.autograd.grad(found, list(leaves.values()), pull, **options)
     slow = torch.autograd.grad(expected, list(leaves.values()), pull, **options)
@@ -223,16 +225,32 @@ def check_broadcast(case: Case) -> None:
 
 
 def check_strides(case: Case) -> None:
-    """Tensors that are views with NaN between their entries: a kernel that ignores strides reads the NaN."""
-    tensors = {name: _spread(x) if x.dtype.is_floating_point else x for name, x in case.tensors().items()}
-    op, p = case.build(**tensors), case.matrix(case.tensors())
-    v, u = _sides(op, 3)
-    case.agree("strides of v", op(_spread(v)), p @ v)
-    case.agree("strides of u", op.adjoint(_spread(u)), p.mT @ u)
+    """The same numbers in other layouts of memory: a kernel that ignores strides reads the wrong ones, or a NaN."""
+    d = case.widths()[-2]  # the key width: at others, padding to one width would hide the layout from a fused kernel
+    for layout, lay in (("spread out", _spread), ("stored by columns", _by_columns), ("expanded", _expanded)):
+        given = case.tensors() if layout == "expanded" else {name: lay(x) for name, x in case.tensors().items()}
+        leaves = {name: x.requires_grad_() for name, x in given.items() if x.dtype.is_floating_point}
+        op, p = case.build(**given), case.matrix(given)
+        v, u = (lay(x).requires_grad_() for x in _sides(op, d))
+        for what, x, found, expected in (("apply", v, op(v), p @ v), ("adjoint", u, op.adjoint(u), p.mT @ u)):
+            case.agree(f"strides: {what} with tensors {layout}", found, expected)
+            pull = lay(normal(*found.shape, seed=3))
+            _compare_gradients(case, f"{what} with tensors {layout}", found, expected, {**leaves, "x": x}, pull)
 
 
 def _spread(x: Tensor) -> Tensor:
-    return torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]
+    """A view with NaN between its entries."""
+    return torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0] if x.dtype.is_floating_point else x
+
+
+def _by_columns(x: Tensor) -> Tensor:
+    """A dense transpose; unlike a spread view it keeps its strides when it is cloned."""
+    return x.mT.contiguous().mT if x.dim() > 1 else x
+
+
+def _expanded(x: Tensor) -> Tensor:
+    """One number for the whole tensor, as the gradient of a sum is."""
+    return x.flatten()[0].clone().expand(x.shape)
 
 
 def check_vmap(case: Case) -> None:
