@@ -1,0 +1,215 @@
+"""softmax(q k^T) v replaced head by head: heads with the same choice run as one batched call.
+
+A run of neighbouring heads is a view, other groups are gathered by one index_select; every group writes its part of the
+output, which is laid out (b, m, h, d) as models want it next.  All heads alike: nothing is split at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.errors import ShapeError
+from headwise.operators.softmax import softmax
+from headwise.rewrite.choice import Choice
+from headwise.shapes import same_axis
+
+
+class Group(nn.Module):
+    """The heads of one choice, and their learned tensors stacked: (heads of the group, *shape)."""
+
+    def __init__(self, choice: Choice, heads: Sequence[int], width: int, length: int) -> None:
+        super().__init__()
+        self.choice, self.heads = choice, tuple(heads)
+        for name, x in choice.of.initial(choice, length, width).items():
+            self.register_parameter(name, nn.Parameter(x.expand(len(self.heads), *x.shape).clone()))
+
+    @property
+    def run(self) -> bool:
+        """Neighbours, so that a slice will do."""
+        return self.heads == tuple(range(self.heads[0], self.heads[0] + len(self.heads)))
+
+    def take(self, x: Tensor) -> Tensor:
+        """Its heads of x (b, h, ...)"""
+        if self.run:
+            return x.narrow(1, self.heads[0], len(self.heads))
+        return x.index_select(1, torch.tensor(self.heads, device=x.device))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float) -> Tensor:
+        """P v: (b, heads of the group, m, d); k and v may have fewer heads, each serving consecutive ones of q."""
+        if self.choice.kind == "exact" and (keep is None or not causal or q.shape[-2] == 1):
+            return _fused(q, k, v, keep, causal, scale)
+        kind, own = self.choice.of, dict(self.named_parameters(recurse=False))
+        P = kind.build(self.choice, q, k, keep=keep, causal=causal, scale=scale, parameters=own)
+        if not kind.reads_scores:  # the same P for every head: before the values are repeated
+            return _repeat(P(v), q)
+        return P(_repeat(v, q))
+
+    def extra_repr(self) -> str:
+        return f"{self.choice}, heads {', '.join(map(str, self.heads))}"
+
+
+class Heads(nn.Module):
+    """The operators of all heads of one attention call.
+
+    >>> heads = Heads([Choice("exact"), Choice("window", {"width": 3})], width=4, length=8)
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
+    >>> heads(q, k, v, scale=0.5).shape
+    torch.Size([1, 2, 8, 4])
+    """
+
+    def __init__(self, choices: Sequence[Choice], width: int, length: int) -> None:
+        super().__init__()
+        if not choices:
+            raise ShapeError("Heads: needs a choice for at least one head, got none")
+        self.choices, self.width, self.length = tuple(choices), width, length
+        members: dict[Choice, list[int]] = {}
+        for head, choice in enumerate(self.choices):
+            members.setdefault(choice, []).append(head)
+        self.groups = nn.ModuleList(Group(choice, heads, width, length) for choice, heads in members.items())
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        keep: Tensor | None = None,
+        causal: bool = False,
+        scale: float,
+    ) -> Tensor:
+        """q (b, h, m, k), k (b, h_kv, n, k), v (b, h_kv, n, d) -> (b, h, m, d); `keep` (b, n) is True at real keys.
+
+        Causal is aligned to the bottom right: the last query sees the last key, so new queries meet a cache.
+        """
+        h, m, n = len(self.choices), q.shape[-2], k.shape[-2]
+        same_axis("Heads", "h", choices=h, q=q.shape[1])
+        if h % k.shape[1]:
+            raise ShapeError(f"Heads: axis 'h' must divide, but q has {h} heads and k has {k.shape[1]}")
+        if keep is not None:
+            same_axis("Heads", "n", keys=n, keep=keep.shape[-1])
+        first = self._padding_before(keep)
+        if first is not None and keep is not None and m == n:
+            turn = (torch.arange(n, device=q.device) + first) % n  # (b, n): the first real key comes first
+            back = (torch.arange(n, device=q.device) - first) % n
+            q, k, v = (_along(x, turn) for x in (q, k, v))
+            keep = keep.gather(-1, turn)
+            return _along(self._groups(q, k, v, keep, causal, scale, None), back)
+        return self._groups(q, k, v, keep, causal, scale, first)
+
+    def _groups(
+        self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float, first: Tensor | None
+    ) -> Tensor:
+        """`first` (b, 1): padding before the first real key, that could not be moved away."""
+        run = _from_cache if first is not None else _plain
+        if len(self.groups) == 1:
+            return run(self.groups[0], q, k, v, keep, causal, scale, first)
+        b, h, m, _ = q.shape
+        # one key head for each of the group's heads, unless every query head has its own anyway
+        shared = h // k.shape[1]
+        out = None
+        for group in self.groups:
+            part_k, part_v = (_take_shared(group, x, shared) for x in (k, v))
+            part = run(group, group.take(q), part_k, part_v, keep, causal, scale, first)
+            if out is None:
+                out = part.new_empty(b, m, h, part.shape[-1]).transpose(1, 2)
+            if group.run:
+                out[:, group.heads[0] : group.heads[0] + len(group.heads)] = part
+            else:
+                out[:, torch.tensor(group.heads, device=out.device)] = part
+        assert out is not None
+        return out
+
+    def _padding_before(self, keep: Tensor | None) -> Tensor | None:
+        """Where the first real key is, (b, 1), if some choice counts positions from there and it is not the first."""
+        if keep is None or not any(group.choice.of.anchored for group in self._parts()):
+            return None
+        first = keep.int().argmax(-1, keepdim=True)
+        if torch.compiler.is_compiling() or bool(first.any()):
+            return first
+        return None
+
+    def _parts(self) -> list[Group]:
+        return [group for group in self.groups if isinstance(group, Group)]
+
+    def _place(self, head: int) -> tuple[Group, int]:
+        group = next(group for group in self._parts() if head in group.heads)
+        return group, group.heads.index(head)
+
+    def head_parameters(self, head: int) -> dict[str, Tensor]:
+        """The learned tensors of one head, as views."""
+        group, place = self._place(head)
+        return {name: x.data[place] for name, x in group.named_parameters(recurse=False)}
+
+    def load_head(self, head: int, tensors: Mapping[str, Tensor]) -> None:
+        """Set the learned tensors of one head; names and shapes as `Kind.parameters` says."""
+        own = self.head_parameters(head)
+        for name, x in tensors.items():
+            if name not in own or own[name].shape != x.shape:
+                known = ", ".join(f"{key} {tuple(t.shape)}" for key, t in own.items()) or "none"
+                raise ShapeError(
+                    f"Heads: head {head} is {self.choices[head]} with learned tensors {known}, "
+                    f"but was given {name} {tuple(x.shape)}"
+                )
+            own[name].copy_(x)
+
+
+def parameter_key(site: str, head: int, name: str) -> str:
+    """How a plan names the learned tensor `name` of a head."""
+    return f"{site}|{head}|{name}"
+
+
+def _plain(group, q, k, v, keep, causal, scale, first) -> Tensor:
+    return group(q, k, v, keep, causal, scale)
+
+
+def _from_cache(group, q, k, v, keep, causal, scale, first) -> Tensor:
+    """New queries, and padding before the first key: a window that counts from there is written out as a mask."""
+    choice = group.choice
+    if choice.kind != "window" or not choice.options["first"]:
+        return group(q, k, v, keep, causal, scale)
+    m, n = q.shape[-2], k.shape[-2]
+    at, key = torch.arange(n - m, n, device=q.device)[:, None], torch.arange(n, device=q.device)
+    near = (key <= at) & (key > at - choice.options["width"])
+    sink = (key <= at) & (key < (first + choice.options["first"]).unsqueeze(-1))  # (b, m, n)
+    seen = (near | sink) & keep.unsqueeze(-2)
+    return softmax(q, k, scale=scale, mask=seen.unsqueeze(1))(_repeat(v, q))
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """The kernel itself, which knows grouped queries; its own causality begins at the top left."""
+    m, n = q.shape[-2], k.shape[-2]
+    if causal and m not in (1, n):
+        return softmax(q, k, scale=scale, causal=True)(_repeat(v, q))
+    mask = None if keep is None else keep[:, None, None, :]
+    grouped = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal and m > 1, scale=scale, enable_gqa=grouped
+    )
+
+
+def _take_shared(group: Group, x: Tensor, shared: int) -> Tensor:
+    """The key heads that serve a group's query heads; as many or fewer, never more."""
+    if shared == 1:
+        return group.take(x)
+    serving = [head // shared for head in group.heads]
+    count = len(serving)
+    least = serving[0]
+    if group.run and count % shared == 0 and group.heads[0] % shared == 0:
+        return x.narrow(1, least, count // shared)
+    if least == serving[-1]:
+        return x.narrow(1, least, 1)
+    return x.index_select(1, torch.tensor(serving, device=x.device))
+
+
+def _repeat(x: Tensor, q: Tensor) -> Tensor:
+    """Grouped queries: each head of x for the consecutive heads of q it serves."""
+    return x if x.shape[1] in (1, q.shape[1]) else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _along(x: Tensor, index: Tensor) -> Tensor:
+    """x (b, h, n, d) with positions taken in the order of index (b, n)."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
