@@ -8,6 +8,7 @@ With H and L the two softmaxes, C = L^T v and g the gradient of the result:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -65,32 +66,32 @@ class DoubleSoftmax:
         top = k.amax(-2, keepdim=True)
         means = v.new_zeros(v.shape[0], k.shape[-1], v.shape[-1])
         total = k.new_zeros(k.shape[0], 1, k.shape[-1])
-        for rows in _slices(k):
-            weights = _exponentials(k[:, rows], top, self.scale)
-            total += weights.sum(-2, keepdim=True)
-            means.baddbmm_(weights.mT, v[:, rows])
+        for rows, here in _slices(k):
+            self._exponentials(k[:, rows], top, here)
+            total += here.sum(-2, keepdim=True)
+            means.baddbmm_(here.mT, v[:, rows])
         means /= total.mT
         out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
-        for rows in _slices(q):
-            out[:, rows] = self.features(q[:, rows]) @ means
+        for rows, here in _slices(q):
+            torch.bmm(self._features(q[:, rows], here), means, out=out[:, rows])
         return out, means, top, total
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, _, means, top, total = tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dmeans = torch.zeros_like(means)
-        for rows in _slices(q):
-            features, g = self.features(q[:, rows]), pull[:, rows]
+        for rows, here in _slices(q):
+            features, g = self._features(q[:, rows], here), pull[:, rows]
             dmeans.baddbmm_(features.mT, g)
-            part = g @ means.mT
+            part = torch.bmm(g, means.mT, out=dq[:, rows])
             # H (x - sum H x), the derivative of a softmax over features, in one pass
-            dq[:, rows] = torch.ops.aten._softmax_backward_data(part, features, -1, q.dtype).mul_(self.scale)
+            torch._softmax_backward_data(part, features, -1, q.dtype, grad_input=part)
+            part.mul_(self.scale)
         inner = (means * dmeans).sum(-1, keepdim=True).mT
-        for rows in _slices(k):
-            weights = _exponentials(k[:, rows], top, self.scale).div_(total)
-            dv[:, rows] = weights @ dmeans
-            part = v[:, rows] @ dmeans.mT
-            dk[:, rows] = part.sub_(inner).mul_(weights).mul_(self.scale)
+        for rows, here in _slices(k):
+            weights = self._exponentials(k[:, rows], top, here).div_(total)
+            torch.bmm(weights, dmeans, out=dv[:, rows])
+            torch.bmm(v[:, rows], dmeans.mT, out=dk[:, rows]).sub_(inner).mul_(weights).mul_(self.scale)
         return dq, dk, dv
 
     def plain(self, *tensors: Tensor) -> Tensor:
@@ -103,11 +104,17 @@ class DoubleSoftmax:
     def features(self, q: Tensor) -> Tensor:
         return torch.softmax(q * self.scale, dim=-1)
 
+    def _exponentials(self, k: Tensor, top: Tensor, here: Tensor) -> Tensor:
+        return torch.sub(k, top, out=here).mul_(self.scale).exp_()
 
-def _exponentials(k: Tensor, top: Tensor, scale: float) -> Tensor:
-    return (k - top).mul_(scale).exp_()
+    def _features(self, q: Tensor, here: Tensor) -> Tensor:
+        return torch._softmax(torch.mul(q, self.scale, out=here), -1, False, out=here)
 
 
-def _slices(x: Tensor) -> list[slice]:
+def _slices(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of x (b, n, c), some at a time, and room to work on them: the same for all, for new pages are slow."""
     step = max(1, ROWS // (x.shape[0] * x.shape[-1]))
-    return [slice(start, start + step) for start in range(0, x.shape[1], step)]
+    room = x.new_empty(x.shape[0], min(step, x.shape[1]), x.shape[-1])
+    for start in range(0, x.shape[1], step):
+        stop = min(start + step, x.shape[1])
+        yield slice(start, stop), room[:, : stop - start]
