@@ -52,13 +52,21 @@ class _State:
     busy: bool = False
 
 
+Answer = Callable[[str, Callable[..., Tensor], tuple, dict], Tensor]
+"""(site, the function itself, its arguments) -> what the model gets instead."""
+
 _OPEN = threading.Lock()
 """One interception at a time in a process: the function it replaces belongs to everybody."""
 
 
 @contextlib.contextmanager
-def intercept(model: nn.Module, see: Callable[[Call], None]) -> Iterator[None]:
-    """Call `see` for every attention call of `model` while the context is open; always undone, also after an error."""
+def intercept(
+    model: nn.Module, see: Callable[[Call], None] | None = None, *, answer: Answer | None = None
+) -> Iterator[None]:
+    """Call `see` for every attention call of `model` while the context is open; always undone, also after an error.
+
+    `answer` is called in place of the function, with gradients; what either of the two computes is not seen.
+    """
     if not _OPEN.acquire(blocking=False):
         raise InterceptionError(
             "intercept: another interception is open in this process (nested or in another thread); close it first"
@@ -71,10 +79,14 @@ def intercept(model: nn.Module, see: Callable[[Call], None]) -> Iterator[None]:
         if threading.get_ident() != owner:
             raise InterceptionError("intercept: the model ran in another thread than the one that opened the context")
         if not state.busy and state.stack:
-            state.busy = True  # what `see` computes is not the model's
+            state.busy = True  # what `see` and `answer` compute is not the model's
             try:
-                with torch.no_grad():
-                    see(_call(state, *args, **kwargs))
+                site = _site(state)
+                if see is not None:
+                    with torch.no_grad():
+                        see(_call(state, site, *args, **kwargs))
+                if answer is not None:
+                    return answer(site, original, args, kwargs)
             finally:
                 state.busy = False
         return original(*args, **kwargs)
@@ -124,8 +136,17 @@ def _leave(state: _State, module: nn.Module, args: tuple, output: Any) -> None:
         pass
 
 
+def _site(state: _State) -> str:
+    """The name of the module that makes this call, with @i for its i-th use in one forward pass."""
+    name = state.stack[-1][0]
+    state.calls += 1
+    state.uses[name] += 1
+    return name if state.uses[name] == 1 else f"{name}@{state.uses[name]}"
+
+
 def _call(
     state: _State,
+    name: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -135,11 +156,7 @@ def _call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Call:
-    name, module, args, kwargs = state.stack[-1]
-    state.calls += 1
-    state.uses[name] += 1
-    if state.uses[name] > 1:
-        name = f"{name}@{state.uses[name]}"
+    _, module, args, kwargs = state.stack[-1]
     q, k, v = (x.detach().reshape(*(1,) * (4 - x.dim()), *x.shape) for x in (query, key, value))
     groups = k.shape[-3]
     if groups != q.shape[-3]:

@@ -40,8 +40,8 @@ class Group(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float) -> Tensor:
         """P v: (b, heads of the group, m, d); k and v may have fewer heads, each serving consecutive ones of q."""
-        if self.choice.kind == "exact" and (keep is None or not causal or q.shape[-2] == 1):
-            return _fused(q, k, v, keep, causal, scale)
+        if self.choice.kind == "exact":
+            return exact_attention(q, k, v, keep=keep, causal=causal, scale=scale)
         kind, own = self.choice.of, dict(self.named_parameters(recurse=False))
         P = kind.build(self.choice, q, k, keep=keep, causal=causal, scale=scale, parameters=own)
         if not kind.reads_scores:  # the same P for every head: before the values are repeated
@@ -70,6 +70,11 @@ class Heads(nn.Module):
         for head, choice in enumerate(self.choices):
             members.setdefault(choice, []).append(head)
         self.groups = nn.ModuleList(Group(choice, heads, width, length) for choice, heads in members.items())
+
+    @property
+    def exact(self) -> bool:
+        """Nothing was replaced."""
+        return all(choice.kind == "exact" for choice in self.choices)
 
     def forward(
         self,
@@ -104,16 +109,21 @@ class Heads(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float, first: Tensor | None
     ) -> Tensor:
         """`first` (b, 1): padding before the first real key, that could not be moved away."""
-        run = _from_cache if first is not None else _plain
-        if len(self.groups) == 1:
-            return run(self.groups[0], q, k, v, keep, causal, scale, first)
+
+        def run(group: Group, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if first is None:
+                return group(q, k, v, keep, causal, scale)
+            return _from_cache(group, q, k, v, keep, causal, scale, first)
+
+        groups = self._parts()
+        if len(groups) == 1:
+            return run(groups[0], q, k, v)
         b, h, m, _ = q.shape
-        # one key head for each of the group's heads, unless every query head has its own anyway
-        shared = h // k.shape[1]
+        shared = h // k.shape[1]  # query heads that one key head serves
         out = None
-        for group in self.groups:
+        for group in groups:
             part_k, part_v = (_take_shared(group, x, shared) for x in (k, v))
-            part = run(group, group.take(q), part_k, part_v, keep, causal, scale, first)
+            part = run(group, group.take(q), part_k, part_v)
             if out is None:
                 out = part.new_empty(b, m, h, part.shape[-1]).transpose(1, 2)
             if group.run:
@@ -162,14 +172,12 @@ def parameter_key(site: str, head: int, name: str) -> str:
     return f"{site}|{head}|{name}"
 
 
-def _plain(group, q, k, v, keep, causal, scale, first) -> Tensor:
-    return group(q, k, v, keep, causal, scale)
-
-
-def _from_cache(group, q, k, v, keep, causal, scale, first) -> Tensor:
+def _from_cache(
+    group: Group, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float, first: Tensor
+) -> Tensor:
     """New queries, and padding before the first key: a window that counts from there is written out as a mask."""
     choice = group.choice
-    if choice.kind != "window" or not choice.options["first"]:
+    if keep is None or choice.kind != "window" or not choice.options["first"]:
         return group(q, k, v, keep, causal, scale)
     m, n = q.shape[-2], k.shape[-2]
     at, key = torch.arange(n - m, n, device=q.device)[:, None], torch.arange(n, device=q.device)
@@ -179,11 +187,11 @@ def _from_cache(group, q, k, v, keep, causal, scale, first) -> Tensor:
     return softmax(q, k, scale=scale, mask=seen.unsqueeze(1))(_repeat(v, q))
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """The kernel itself, which knows grouped queries; its own causality begins at the top left."""
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """The kernel itself, which knows grouped queries; its causality begins at the top left and goes with no mask."""
     m, n = q.shape[-2], k.shape[-2]
-    if causal and m not in (1, n):
-        return softmax(q, k, scale=scale, causal=True)(_repeat(v, q))
+    if causal and m > 1 and (m != n or keep is not None):
+        return softmax(q, k, scale=scale, causal=True, padding=keep)(_repeat(v, q))
     mask = None if keep is None else keep[:, None, None, :]
     grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""What a head may be replaced by: each kind with its options, its learned tensors, its operator and where it is allowed.
+"""What a head may be replaced by: each kind with its options, learned tensors, operator, and where it is allowed.
 
 A further kind is a further entry of KINDS.  Learned tensors are per head; `build` gets them stacked, (h, *shape).
 """

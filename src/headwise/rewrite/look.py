@@ -51,7 +51,7 @@ class Look(AttentionOperator):
 def look(m: int, n: int, offset: int, *, like: Tensor, keep: Tensor | None = None) -> Look:
     """Query i, at position i + n - m, looks `offset` keys further; beyond the ends, at the outermost real key.
 
-    `keep` (*batch, n) is True at real keys, which are consecutive.  Causal where offset <= 0 and no padding comes first.
+    `keep` (*batch, n) is True at real keys, which are consecutive.  Causal for offset <= 0 unless padding comes first.
 
     >>> look(3, 3, -1, like=torch.empty(0)).dense()
     tensor([[1., 0., 0.],

@@ -1,0 +1,106 @@
+"""Any other PyTorch model: its calls of scaled_dot_product_attention are answered by Heads, while it runs.
+
+torch.nn.TransformerEncoder, nn.MultiheadAttention and attention written by hand all end in that one function; no module
+of theirs is changed.  One such model runs at a time in a process, and torch.compile leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import UnsupportedError
+from headwise.examine.intercept import intercept, nothing_seen
+from headwise.rewrite.apply import Plan, site_heads
+from headwise.rewrite.heads import Heads
+from headwise.rewrite.masks import Seen, read_mask
+
+
+class Rewritten(nn.Module):
+    """`model` with Heads at the sites of a plan; called like `model`.
+
+    The Heads are submodules, so their learned tensors are parameters and part of the state dict.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        super().__init__()
+        self.model = model
+        like = next(model.parameters(), torch.empty(0))
+        self.sites = tuple(plan.sites)
+        self.heads = nn.ModuleList(site_heads(plan, site).to(like.device, like.dtype) for site in self.sites)
+        self.train(model.training)
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """What the model computes with its heads replaced; a site that was not reached is an error."""
+        missed = set(self.sites)
+
+        def answer(site: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
+            missed.discard(site)
+            if site not in self.sites:
+                return original(*call, **options)
+            return _answer(site, self._at(site), original, *call, **options)
+
+        with intercept(self.model, answer=answer):
+            out = self.model(*args, **kwargs)
+        if len(missed) == len(self.sites):
+            raise nothing_seen(self.model)
+        if missed:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} did not compute attention at {', '.join(sorted(missed))}, where the plan "
+                "replaces heads; plan again for this model and input"
+            )
+        return out
+
+    def _at(self, site: str) -> Heads:
+        heads = self.heads[self.sites.index(site)]
+        assert isinstance(heads, Heads)
+        return heads
+
+
+def _answer(
+    site: str,
+    heads: Heads,
+    original: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if heads.exact:
+        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    head, choice = next((i, c) for i, c in enumerate(heads.choices) if c.kind != "exact")
+    seen = _seen(attn_mask, query, key, is_causal)
+    if seen.full is not None:
+        raise UnsupportedError(
+            f"{site}: head {head} is {choice}, which cannot take a mask of shape {tuple(seen.full.shape)} that is "
+            "neither padding nor causal"
+        )
+    if dropout_p:
+        raise UnsupportedError(
+            f"{site}: head {head} is {choice}, which cannot take attention dropout of {dropout_p:g}; call model.eval() "
+            "or make its attention without dropout"
+        )
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    lead = query.shape[:-3] if query.dim() > 2 else ()
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.dim() > 2 else x[None, None] for x in (query, key, value))
+    out = heads(q, k, v, keep=seen.keep, causal=seen.causal, scale=scale)
+    return out.reshape(*lead, *out.shape[-3:]) if query.dim() > 2 else out[0, 0]
+
+
+def _seen(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Seen:
+    """torch's own causality begins at the top left, so it is ours only where there are as many queries as keys."""
+    m, n = query.shape[-2], key.shape[-2]
+    if causal and m != n:
+        return Seen(None, False, torch.ones(1, 1, m, n, dtype=torch.bool, device=query.device).tril())
+    if mask is not None:
+        mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape) if mask.dim() < 4 else mask
+    return read_mask(mask, m, n, causal=causal)
