@@ -5,6 +5,7 @@ A further kind is a further entry of KINDS.  Learned tensors are per head; `buil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +20,7 @@ from headwise.operators.base import AttentionOperator
 from headwise.operators.efficient import efficient
 from headwise.operators.factored import factored
 from headwise.operators.hashed import hashed, random_rotations
+from headwise.operators.near_far import near_far
 from headwise.operators.nystrom import nystrom
 from headwise.operators.projected import projected
 from headwise.operators.projections import Dense
@@ -213,6 +215,12 @@ def _window_low_rank(options: Options, c: Call, own: Tensors) -> AttentionOperat
     return window_low_rank(c.q, c.k, width, e, f, bias, tokens=first, scale=c.scale, padding=c.keep)
 
 
+def _near_far(options: Options, c: Call, own: Tensors) -> AttentionOperator:
+    a, b, weight = (own[name].to(c.q.dtype) for name in ("a", "b", "c"))
+    block, first = int(options["block"]), min(int(options["first"]), c.n - 1)
+    return near_far(c.q, c.k, a, b, weight, block=block, first=first, scale=c.scale, causal=c.causal, padding=c.keep)
+
+
 def _hashed(options: Options, c: Call, own: Tensors) -> AttentionOperator:
     rounds, chunk = int(options["rounds"]), int(options["chunk"])
     rotations = _rotations(c.q.shape[-1], c.n / chunk, rounds).to(c.q)
@@ -241,6 +249,12 @@ def _begin_window_low_rank(options: Options, n: int, d: int) -> dict[str, Tensor
     begun = _begin_projection(options, n, d)
     # a mean that stands for n / r keys weighs as much as they do
     return {**begun, "bias": begun["e"].gt(0).sum(-1).float().log()}
+
+
+def _begin_near_far(options: Options, n: int, d: int) -> dict[str, Tensor]:
+    rank = int(options["rank"])
+    # far keys weigh as if their scores were zero
+    return {"a": torch.zeros(rank, d), "b": torch.zeros(rank, d), "c": torch.zeros(rank) - math.log(rank)}
 
 
 def _begin_toeplitz(options: Options, n: int, d: int) -> dict[str, Tensor]:
@@ -317,6 +331,14 @@ KINDS: dict[str, Kind] = {
         _window_low_rank,
         {"width": Option(33, 1), "rank": Option(16, 1), "first": Option(0, 0)},
         _begin_window_low_rank,
+        anchored=True,
+    ),
+    "near_far": Kind(
+        "softmax over its own and the neighbouring blocks and the `first` keys, `rank` learned features for the others",
+        _near_far,
+        {"block": Option(16, 1), "rank": Option(4, 1), "first": Option(0, 0)},
+        _begin_near_far,
+        causal=True,
         anchored=True,
     ),
     "hashed": Kind(
