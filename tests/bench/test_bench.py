@@ -13,11 +13,11 @@ from headwise.bench import peers
 from headwise.bench.cases import ENTRIES, RECURRENT, factored_with
 from headwise.bench.clock import Timing, in_turns, timing
 from headwise.bench.fidelity import fidelity, random_heads
-from headwise.bench.fit import exponent
 from headwise.bench.scaling import Job, Scaling, collect, jobs, load
 from headwise.bench.worker import measure
 from headwise.cli.bench import run
 from headwise.errors import HeadwiseError, InputError
+from headwise.theory.exponent import exponent
 
 
 def test_exponents_and_their_intervals() -> None:

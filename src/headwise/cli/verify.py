@@ -6,10 +6,10 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headwise.theory.ledger import Entry, Finding
+    from headwise.theory.ledger import Result
 
 COLOURS = {"HOLDS": "green", "HOLDS WITH PREMISE": "yellow", "REFUTED": "red", "CORRECTED": "magenta"}
 
@@ -19,7 +19,7 @@ def run(argv: list[str]) -> int:
     if options.weights is not None:
         return _own_weights(options)
     from headwise.cli.progress import bar
-    from headwise.theory.ledger import select
+    from headwise.theory.ledger import examine, select
 
     if options.figures is not None:
         from headwise.theory.ledger.figures import draw
@@ -30,13 +30,13 @@ def run(argv: list[str]) -> int:
         return 0
 
     entries = select(source=options.source, claim=options.claim)
-    results: list[tuple[Entry, Finding]] = []
+    results: list[Result] = []
     with bar("testing claims", len(entries), quiet=options.json) as advance:
         for done, entry in enumerate(entries, start=1):
-            results.append((entry, entry.check()))
+            results.append(examine(entry))
             advance(done)
-    different = [entry.id for entry, finding in results if finding.outcome is not entry.expected]
-    facts = {"schema": 1, "claims": [_facts(*result) for result in results], "different": different}
+    different = [result.entry.id for result in results if not result.as_recorded]
+    facts = {"schema": 1, "claims": [result.to_json() for result in results], "different": different}
     if options.out is not None:
         _write(options.out, json.dumps(facts, indent=1))
     if options.docs is not None:
@@ -65,20 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _facts(entry: Entry, finding: Finding) -> dict[str, Any]:
-    return {
-        "id": entry.id,
-        "place": entry.place,
-        "statement": entry.statement,
-        "expected": entry.expected.value,
-        "premise": entry.premise,
-        "truth": entry.truth,
-        "meaning": entry.meaning,
-        **finding.to_json(),
-    }
-
-
-def _print(results: list[tuple[Entry, Finding]], different: list[str]) -> None:
+def _print(results: list[Result], different: list[str]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -87,17 +74,20 @@ def _print(results: list[tuple[Entry, Finding]], different: list[str]) -> None:
     table = Table(show_lines=False)
     for heading in ("claim", "statement", "verdict", "measured", "bound", "premise, or what is true"):
         table.add_column(heading, justify="right" if heading in ("measured", "bound") else "left")
-    for entry, finding in results:
+    for result in results:
+        entry, finding = result.entry, result.finding
         outcome = finding.outcome.value
         verdict = f"[{COLOURS[outcome]}]{outcome}[/]"
         numbers = f"{finding.printed.measured:.2g}", f"{finding.printed.bound:.2g}"
         table.add_row(entry.id, escape(entry.statement), verdict, *numbers, escape(entry.truth or entry.premise))
     console.print(table)
-    counts = {name: sum(f.outcome.value == name for _, f in results) for name in COLOURS}
-    console.print(", ".join(f"{count} {name}" for name, count in counts.items() if count))
-    for entry, finding in results:
-        if finding.outcome.value in ("REFUTED", "CORRECTED") and finding.example:
-            console.print(f"[bold]{entry.id}[/] {escape(finding.example)}", highlight=False)
+    outcomes = [result.finding.outcome.value for result in results]
+    console.print(", ".join(f"{outcomes.count(name)} {name}" for name in COLOURS if name in outcomes))
+    for result in results:
+        if result.finding.outcome.value in ("REFUTED", "CORRECTED") and result.finding.example:
+            console.print(f"[bold]{result.entry.id}[/] {escape(result.finding.example)}", highlight=False)
+        if result.timed:
+            console.print(f"[bold]{result.entry.id}[/] {escape(result.timed)}", highlight=False)
     if different:
         console.print(f"[red]Different from the ledger: {', '.join(different)}[/]")
 

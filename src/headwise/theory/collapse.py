@@ -3,32 +3,42 @@
 In the composite "norm" sqrt(||.||_1 ||.||_inf), with beta >= ||W_QK^l||_1 ||W_V^l||_(1,inf) for all layers and heads
 (Dong, Cordonnier & Loukas 2021, Theorem 2.2, and H heads).  All in log space, since 3^L overflows at once.
 The right side tends to zero only if sqrt(4 H beta / sqrt(d_qk)) ||res X|| < 1; otherwise the bound is true and says
-nothing.  With skip connections there is no such bound: the path that skips every layer keeps res X whole.
+nothing.
+
+With skip connections a layer's residual is the sum of what came in, r, and of what attention adds, b <= c r^3.  The
+composite "norm" has no triangle inequality, but its two factors have: with x = ||A||_1 / ||A||_inf between 1/d and n,
+
+    ||A + B||^2 <= r^2 + b^2 + r b (sqrt(n d) + 1 / sqrt(n d))
+
+so the bound never falls below ||res X||: nothing forces tokens together, and indeed skips keep them apart.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headwise.errors import UnsupportedError
 from headwise.linalg.norms import composite_norm, one_norm
-from headwise.theory.residual import relative_residual, residual
+from headwise.nn.encoder import Encoder
+from headwise.nn.multihead import MultiHead
+from headwise.theory.residual import Norm, relative_residual
 from headwise.theory.stack import Stack
 from headwise.theory.verdict import Verdict
 
-ROUNDING = 1e-14
-"""Relative size of a residual that is rounding and nothing else."""
-
 SOURCE = "S0, Theorem 2.2 (Dong, Cordonnier & Loukas 2021)"
+SHRINKS = "sqrt(4 H beta / sqrt(d_qk)) ||res X|| < 1, so that the bound shrinks"
+NO_SKIPS = "no skip connections"
 
 
 @dataclass(frozen=True)
 class Collapse:
-    """Layer by layer: log of the measured left side and of the bound, and the premises by name."""
+    """Layer by layer: log of the measured left side and of the bound, and what decides whether it shrinks, by name."""
 
     log_measured: list[float]
     log_bound: list[float]
@@ -38,11 +48,17 @@ class Collapse:
     @property
     def tightness(self) -> list[float]:
         """log(left / right) for each depth: 0 is attained, -10 is loose by e^10."""
-        return [left - right for left, right in zip(self.log_measured, self.log_bound, strict=True)]
+        both = zip(self.log_measured, self.log_bound, strict=True)
+        return [left - right if left > -math.inf else left for left, right in both]
+
+    @property
+    def shrinks(self) -> bool:
+        """The bound tends to zero with depth."""
+        return all(self.premises.values())
 
     def verdict(self) -> Verdict:
         worst = max(self.tightness[1:])
-        return Verdict("the residual of pure attention falls under its bound", SOURCE, worst, 0.0, {})
+        return Verdict("log(residual / bound), at the depth where it is largest", SOURCE, worst, 0.0, {})
 
 
 def beta_of(stack: Stack) -> float:
@@ -53,39 +69,98 @@ def beta_of(stack: Stack) -> float:
 
 def log_bound(depth: int, *, beta: float, heads: int, key_width: int, log_residual: float) -> float:
     """log of (4 H beta / sqrt(d_qk))^((3^L - 1) / 2) ||res X||^(3^L)."""
-    rate = math.log(4 * heads * beta / math.sqrt(key_width)) if beta > 0 else -math.inf
     power = 3.0**depth
-    return (power - 1) / 2 * rate + power * log_residual if depth else log_residual
+    return (power - 1) / 2 * _rate(beta, heads, key_width) + power * log_residual if depth else log_residual
+
+
+def log_bound_with_skips(
+    depth: int, *, beta: float, heads: int, key_width: int, log_residual: float, shape: tuple[int, int]
+) -> float:
+    """log of the bound on ||res X_L||, X (n, d) of this shape, where every layer adds its input."""
+    root = math.sqrt(shape[0] * shape[1])
+    crossed, rate = math.log(root + 1 / root), _rate(beta, heads, key_width)
+    for _ in range(depth):
+        added = rate + 3 * log_residual
+        parts = (2 * log_residual, 2 * added, crossed + log_residual + added)
+        log_residual = torch.tensor(parts, dtype=torch.float64).logsumexp(0).item() / 2
+    return log_residual
+
+
+def _rate(beta: float, heads: int, key_width: int) -> float:
+    return math.log(4 * heads * beta / math.sqrt(key_width)) if beta > 0 else -math.inf
 
 
 def collapse(stack: Stack, x: Tensor) -> Collapse:
     """Both sides of the bound for every depth up to L, on one input (n, d)."""
     beta, heads, width = beta_of(stack), stack.layers[0].wq.shape[0], stack.layers[0].wq.shape[-1]
-    start = composite_norm(residual(x)).log().item()
-    measured = [_log_residual(y) for y in stack.states(x)]
-    bound = [
-        log_bound(depth, beta=beta, heads=heads, key_width=width, log_residual=start)
-        for depth in range(len(stack.layers) + 1)
-    ]
-    shrinking = math.log(4 * heads * beta / math.sqrt(width)) / 2 + start < 0
-    premises = {
-        "no skip connections": not stack.skip,
-        "sqrt(4 H beta / sqrt(d_qk)) ||res X|| < 1, so that the bound shrinks": shrinking,
-    }
+    measured = [composite_norm(rest).log().item() for rest in stack.residuals(x.double())]
+    known = {"beta": beta, "heads": heads, "key_width": width, "log_residual": measured[0]}
+    depths = range(len(stack.layers) + 1)
+    if stack.skip:
+        shape = (x.shape[-2], x.shape[-1])
+        bound = [log_bound_with_skips(depth, shape=shape, **known) for depth in depths]
+    else:
+        bound = [log_bound(depth, **known) for depth in depths]
+    premises = {NO_SKIPS: not stack.skip, SHRINKS: _rate(beta, heads, width) / 2 + measured[0] < 0}
     return Collapse(measured, bound, beta, premises)
 
 
-def _log_residual(x: Tensor) -> float:
-    """-inf once the tokens differ by rounding alone: the true residual is then smaller than float64 can hold."""
-    size = composite_norm(residual(x)).item()
-    return math.log(size) if size > ROUNDING * composite_norm(x).item() else -math.inf
+def collapse_curve(
+    model: Encoder | Iterable[nn.Module],
+    x: Tensor,
+    *,
+    skip: bool = True,
+    mlp: bool = True,
+    norm: Norm = composite_norm,
+) -> list[float]:
+    """Relative residual before and after every layer of an Encoder or of MultiHead layers, computed in float64.
 
-
-def collapse_curve(model: Any, x: Tensor) -> list[float]:
-    """Relative residual before and after every block of a stack of our modules (anything that iterates over blocks)."""
-    found = [relative_residual(x).item()]
+    `skip=False` takes the sums away and `mlp=False` the feed-forward parts; the model itself is left as it is.
+    """
+    x = x.detach().double()
+    found = [relative_residual(x, norm).item()]
     with torch.no_grad():
-        for block in model:
-            x = block(x)
-            found.append(relative_residual(x).item())
+        for step in _steps(model, skip=skip, mlp=mlp):
+            x = step(x)
+            found.append(relative_residual(x, norm).item())
     return found
+
+
+def _steps(model: Encoder | Iterable[nn.Module], *, skip: bool, mlp: bool) -> Iterator[nn.Module]:
+    if isinstance(model, Encoder):
+        if model.layers is None:
+            raise UnsupportedError(
+                "collapse_curve: a reversible Encoder carries two streams, and no residual is that of one sequence; "
+                "build it with reversible=False"
+            )
+        parts = [*model.layers]
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+    else:
+        layers = [*model]
+        for layer in layers:
+            if not isinstance(layer, MultiHead):
+                raise UnsupportedError(
+                    f"collapse_curve: knows the skips and MLPs of an Encoder and of MultiHead layers, not of "
+                    f"{type(layer).__name__}; headwise examine measures any model"
+                )
+        pairs = ((layer, None) for layer in layers)
+    for attention, forward in pairs:
+        kept = [attention] if forward is None or not mlp else [attention, forward]
+        yield nn.Sequential(*(_Switched(copy.deepcopy(part).double().eval(), skip) for part in kept))
+
+
+class _Switched(nn.Module):
+    """A part of a layer with its sum taken away or put in."""
+
+    def __init__(self, part: nn.Module, skip: bool) -> None:
+        super().__init__()
+        self.part, self.skip = part, skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x if self.skip else 0
+        if isinstance(self.part, MultiHead):
+            return self.part(x) + kept
+        residual = self.part  # an Encoder's, with its norm before the part or after the sum
+        if residual.pre:
+            return residual.part(residual.norm(x)) + kept
+        return residual.norm(residual.part(x) + kept)

@@ -54,6 +54,17 @@ def failures_of_low_rank(
     return Frequency(failed, draws)
 
 
+def best_rank_error(p: Tensor, k: int) -> float:
+    """||P - P_k||_F of the best P_k of rank k: sqrt(sum_(i > k) sigma_i^2) (Eckart & Young); no sketch can beat it."""
+    return torch.linalg.svdvals(p)[k:].square().sum().sqrt().item()
+
+
+def sketch_error(p: Tensor, k: int, draws: int = 20, *, generator: torch.Generator | None = None) -> float:
+    """sqrt(mean ||P - P R^T R||_F^2) of a sketch of the same rank: it averages over all directions, not the first k."""
+    found = [(p - p @ (r := sketch(k, p.shape[-1], generator)).mT @ r).square().sum() for _ in range(draws)]
+    return torch.stack(found).mean().sqrt().item()
+
+
 def expected_square(p: Tensor, w: Tensor, k: int) -> float:
     """(||P||_F^2 ||w||^2 + ||P w||^2) / k."""
     return ((p.square().sum() * w.square().sum() + (p @ w).square().sum()) / k).item()

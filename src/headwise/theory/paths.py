@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import InputError
+from headwise.linalg.norms import frobenius_norm
+from headwise.theory.residual import Norm, relative_residual
 from headwise.theory.stack import Stack
 
 Head = tuple[int, int]
@@ -42,46 +44,48 @@ class Groups:
         total = self.by_length.sum(0) + self.bias
         return ((total - self.output).norm() / self.output.norm()).item()
 
+    def norms(self, norm: Norm = frobenius_norm) -> Tensor:  # (L + 1,)
+        """||T_j||: how much the paths through j heads add."""
+        return norm(self.by_length)
+
+    def residuals(self, norm: Norm = frobenius_norm) -> Tensor:  # (L + 1,)
+        """||res T_j|| / ||T_j||: how different the tokens still are after j heads."""
+        return relative_residual(self.by_length, norm)
+
 
 def by_length(stack: Stack, x: Tensor) -> Groups:
     """Every path grouped by the number of heads it passes, exactly; O(L^2 H) products."""
     mixed, states = _frozen(stack, x)
-    depth = len(stack.layers)
-    groups = x.new_zeros(depth + 1, *x.shape)
-    groups[0] = x
-    bias = torch.zeros_like(x)
+    groups, bias = _start(stack, x), torch.zeros_like(x)
     for layer, p in zip(stack.layers, mixed, strict=True):
-        through = _through(p, groups[:-1], layer.w)
-        stay = groups if stack.skip else torch.zeros_like(groups)
-        groups = torch.cat([stay[:1], stay[1:] + through])
+        groups = _longer(groups, p, layer.w, skip=stack.skip)
         bias = (bias if stack.skip else 0) + _through(p, bias[None], layer.w)[0] + layer.bias
     return Groups(groups, bias, states[-1])
 
 
-def through_head(stack: Stack, x: Tensor, head: Head) -> Tensor:
-    """The sum of all paths from X that pass head (l, h): reach layer l by any path, take h, go on by any path."""
+def through_head(stack: Stack, x: Tensor, head: Head) -> Tensor:  # (L + 1, n, d)
+    """All paths from X that pass head (l, h), by length: reach layer l by any path, take h, go on by any path."""
     _exists(stack, head)
     mixed, _ = _frozen(stack, x)
-    total = x
+    groups = _start(stack, x)
     for index, (layer, p) in enumerate(zip(stack.layers, mixed, strict=True)):
         if index == head[0]:
-            total = p[head[1]] @ total @ layer.w[head[1]]
+            groups = _longer(groups, p[head[1] :][:1], layer.w[head[1] :][:1], skip=False)
         else:
-            total = (total if stack.skip else 0) + _through(p, total[None], layer.w)[0]
-    return total
+            groups = _longer(groups, p, layer.w, skip=stack.skip)
+    return groups
 
 
-def avoiding(stack: Stack, x: Tensor, heads: Set[Head]) -> Tensor:
-    """The sum of all paths from X that pass none of `heads`."""
+def avoiding(stack: Stack, x: Tensor, heads: Set[Head]) -> Tensor:  # (L + 1, n, d)
+    """All paths from X that pass none of `heads`, by length."""
     for head in heads:
         _exists(stack, head)
     mixed, _ = _frozen(stack, x)
-    total = x
+    groups = _start(stack, x)
     for index, (layer, p) in enumerate(zip(stack.layers, mixed, strict=True)):
         kept = [h for h in range(len(p)) if (index, h) not in heads]
-        moved = _through(p[kept], total[None], layer.w[kept])[0] if kept else torch.zeros_like(total)
-        total = (total if stack.skip else 0) + moved
-    return total
+        groups = _longer(groups, p[kept], layer.w[kept], skip=stack.skip)
+    return groups
 
 
 def single_paths(stack: Stack, x: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -147,6 +151,18 @@ def sample_norms(
 def _frozen(stack: Stack, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     states = stack.states(x)
     return [layer.attention(y) for layer, y in zip(stack.layers, states[:-1], strict=True)], states
+
+
+def _start(stack: Stack, x: Tensor) -> Tensor:
+    groups = x.new_zeros(len(stack.layers) + 1, *x.shape)
+    groups[0] = x
+    return groups
+
+
+def _longer(groups: Tensor, p: Tensor, w: Tensor, *, skip: bool) -> Tensor:
+    """T[j] + sum_h P_h T[j-1] W_h, or without the first where nothing is skipped."""
+    stay = groups if skip else torch.zeros_like(groups)
+    return torch.cat([stay[:1], stay[1:] + _through(p, groups[:-1], w)])
 
 
 def _through(p: Tensor, y: Tensor, w: Tensor) -> Tensor:

@@ -43,6 +43,22 @@ class Layer:
     def __call__(self, x: Tensor) -> Tensor:
         return (self.attention(x) @ x @ self.w).sum(0) + self.bias
 
+    def split(self, mean: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:  # (d,), (n, d) -> (d,), (n, d)
+        """Mean and residual of the output from those of X = 1 mean' + rest, without ever taking a difference.
+
+        Row i of the scores is r + e_i with r the same for all rows, so with s = softmax(r)
+        P_ij - s_j = s_j (expm1(e_ij) - c_i) / (1 + c_i),  c_i = sum_j s_j expm1(e_ij):  exact however small e is.
+        """
+        keys, scale = rest @ self.wk, math.sqrt(self.wq.shape[-1])
+        r = (mean @ self.wq + self.bq).unsqueeze(-2) @ keys.mT / scale  # (h, 1, n)
+        e = (rest @ self.wq) @ keys.mT / scale
+        s = torch.softmax(r, dim=-1)
+        grown = e.expm1()
+        c = (s * grown).sum(-1, keepdim=True)
+        moved = (s * (grown - c) / (1 + c)) @ rest  # (P - 1 s') R, small where R is
+        mean = ((mean + (s @ rest).squeeze(-2) + moved.mean(-2)).unsqueeze(-2) @ self.w).sum(0).squeeze(0) + self.bias
+        return mean, ((moved - moved.mean(-2, keepdim=True)) @ self.w).sum(0)
+
 
 @dataclass(frozen=True, eq=False)
 class Stack:
@@ -71,6 +87,16 @@ class Stack:
         found = [x]
         for layer in self.layers:
             found.append(layer(found[-1]) + (found[-1] if self.skip else 0))
+        return found
+
+    def residuals(self, x: Tensor) -> list[Tensor]:
+        """res X_0 ... res X_L, down to the smallest numbers there are; taken from `states` they end in rounding."""
+        mean = x.mean(-2)
+        found = [x - mean]
+        for layer in self.layers:
+            moved, rest = layer.split(mean, found[-1])
+            mean = moved + (mean if self.skip else 0)
+            found.append(rest + (found[-1] if self.skip else 0))
         return found
 
 

@@ -6,12 +6,21 @@ S2  on linear attention
 """
 
 from headwise.errors import InputError
-from headwise.theory.ledger import s0, s1, s2, s3, s4
-from headwise.theory.ledger.entry import Entry, Finding, Outcome
+from headwise.theory.ledger import s0, s0_questions, s1, s2, s3, s4, tables
+from headwise.theory.ledger.entry import Entry, Finding, Outcome, Result, examine
 
-LEDGER: tuple[Entry, ...] = (*s0.ENTRIES, *s1.ENTRIES, *s2.ENTRIES, *s3.ENTRIES, *s4.ENTRIES)
+LEDGER: tuple[Entry, ...] = (
+    *s0.ENTRIES,
+    *s0_questions.ENTRIES,
+    *tables.S0_ENTRIES,
+    *s1.ENTRIES,
+    *s2.ENTRIES,
+    *tables.S2_ENTRIES,
+    *s3.ENTRIES,
+    *s4.ENTRIES,
+)
 
-__all__ = ["LEDGER", "Entry", "Finding", "Outcome", "select"]
+__all__ = ["LEDGER", "Entry", "Finding", "Outcome", "Result", "examine", "select"]
 
 
 def select(*, source: str | None = None, claim: str | None = None) -> list[Entry]:

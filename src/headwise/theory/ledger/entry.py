@@ -59,10 +59,45 @@ class Entry:
     check: Callable[[], Finding]
     premise: str = ""
     truth: str = ""  # the corrected statement
+    timed: Callable[[], str] | None = None  # seconds, which no verdict rests on and which differ from run to run
 
     @property
     def source(self) -> str:
         return self.id.split(".")[0]
+
+
+@dataclass(frozen=True)
+class Result:
+    """An entry with what its check found here."""
+
+    entry: Entry
+    finding: Finding
+    timed: str = ""
+
+    @property
+    def as_recorded(self) -> bool:
+        return self.finding.outcome is self.entry.expected
+
+    def to_json(self) -> dict[str, Any]:
+        entry = self.entry
+        return {
+            "id": entry.id,
+            "source": entry.source,
+            "place": entry.place,
+            "statement": entry.statement,
+            "latex": entry.latex,
+            "expected": entry.expected.value,
+            "premise": entry.premise,
+            "truth": entry.truth,
+            "meaning": entry.meaning,
+            **self.finding.to_json(),
+            "timed": self.timed,
+        }
+
+
+def examine(entry: Entry, *, clock: bool = True) -> Result:
+    """Run the check; with `clock` also what is timed."""
+    return Result(entry, entry.check(), entry.timed() if clock and entry.timed is not None else "")
 
 
 def rounding(claim: str, error: float, bound: float = 1e-12) -> Verdict:

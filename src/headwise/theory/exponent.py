@@ -1,4 +1,4 @@
-"""time ~ c n^a: the exponent a by least squares of log time on log n, with a 95 % interval from the residuals."""
+"""cost ~ c n^a: the exponent a by least squares of log cost on log n, with a 95 % interval from the residuals."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ class Exponent:
     def near(self, claimed: float, slack: float) -> bool:
         return abs(self.value - claimed) <= slack
 
+    def __str__(self) -> str:
+        return f"n^{self.value:.2f}" + ("" if math.isnan(self.half_width) else f" ± {self.half_width:.2f}")
 
-def exponent(n: Sequence[int], seconds: Sequence[float]) -> Exponent:
+
+def exponent(n: Sequence[int], cost: Sequence[float]) -> Exponent:
     """
     >>> exponent([1, 2, 4, 8], [3.0, 12.0, 48.0, 192.0])
     Exponent(value=2.0, half_width=0.0, points=4)
     """
-    x, y = [math.log2(v) for v in n], [math.log2(v) for v in seconds]
+    x, y = [math.log2(v) for v in n], [math.log2(v) for v in cost]
     count = len(x)
     if count < 2:
         return Exponent(math.nan, math.nan, count)
