@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.errors import UnsupportedError
+from headwise.errors import ShapeError, UnsupportedError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.operators.pair import pair
+from headwise.operators.pair import Pair, pair
 from headwise.operators.projections import Projection
 from headwise.operators.shortened import Shortened, shortened
 from headwise.operators.window import Window, window
-from headwise.shapes import all_finite, broadcasts_to
+from headwise.shapes import all_finite, broadcast_batch, broadcasts_to
 
 
 @final
@@ -31,36 +31,60 @@ from headwise.shapes import all_finite, broadcasts_to
 class WindowLowRank(AttentionOperator):
     """P = W [F; I], W a window over the slots and the keys in one row, whose slots every query sees."""
 
-    inner: Window  # (*batch, m, r + n)
+    both: Pair
     short: Shortened
+    bias: Tensor | None  # (*batch, r)
+    width: int
+    tokens: int
 
     @property
     def shape(self) -> torch.Size:
-        *batch, m, n = self.inner.shape
-        return torch.Size((*batch, m, n - self.short.e.slots))
+        batch = broadcast_batch("WindowLowRank", q_and_k=self.both.batch, projections=self.short.batch)
+        return torch.Size((*batch, self.both.m, self.both.n))
+
+    @property
+    def like(self) -> Tensor:
+        return self.both.q
 
     @property
     def claims(self) -> frozenset[Claim]:
-        return self.inner.claims & self.short.claims
+        if not self.short.f.averages:
+            return frozenset()
+        return self._inner().claims
 
     def apply(self, v: Tensor) -> Tensor:
         slots = self.short.values(v)
         batch = torch.broadcast_shapes(slots.shape[:-2], v.shape[:-2])
         rows = [x.expand(*batch, *x.shape[-2:]) for x in (slots, v)]
-        return self.inner.apply(torch.cat(rows, dim=-2))
+        return self._inner().apply(torch.cat(rows, dim=-2))
 
     def adjoint(self, u: Tensor) -> Tensor:
         r = self.short.e.slots
-        out = self.inner.adjoint(u)
+        out = self._inner().adjoint(u)
         return out[..., r:, :] + self.short.adjoint(out[..., :r, :])
 
     def cost(self, d: int) -> Cost:
         copies, r = self.shape[:-2].numel(), self.short.e.slots
-        return Cost(self.short.multiply_adds(d, copies), copies * r * d) + self.inner.cost(d)
+        return Cost(self.short.multiply_adds(d, copies), copies * r * d) + self._inner().cost(d)
 
     def adjoint_cost(self, d: int) -> Cost:
         copies, r = self.shape[:-2].numel(), self.short.e.slots
-        return Cost(self.short.adjoint_multiply_adds(d, copies), copies * r * d) + self.inner.adjoint_cost(d)
+        return Cost(self.short.adjoint_multiply_adds(d, copies), copies * r * d) + self._inner().adjoint_cost(d)
+
+    def _inner(self) -> Window:
+        """W (*batch, m, r + n): one more column of q and k adds the bias to a slot's scores and nothing to a key's."""
+        slots, r, scale = self.short.keys(), self.short.e.slots, self.both.scale
+        column = slots.new_zeros(r) if self.bias is None else self.bias.to(slots.dtype) / scale
+        batch = torch.broadcast_shapes(self.shape[:-2], column.shape[:-1])
+        slots = slots.expand(*batch, *slots.shape[-2:])
+        slots = torch.cat([slots, column.expand(*batch, r).unsqueeze(-1)], dim=-1)
+        keys = F.pad(self.both.k, (0, 1))
+        keys = torch.cat([slots, keys.expand(*batch, *keys.shape[-2:])], dim=-2)
+        seen = None
+        if self.both.keep is not None and self.short.filled is not None:
+            seen = torch.cat([x.expand(*batch, x.shape[-1]) for x in (self.short.filled, self.both.keep)], dim=-1)
+        queries = F.pad(self.both.q, (0, 1), value=1.0)
+        return window(queries, keys, self.width, tokens=r + self.tokens, scale=scale, padding=seen)
 
 
 def window_low_rank(
@@ -87,20 +111,18 @@ def window_low_rank(
         )
     both = pair("WindowLowRank", q, k, scale=scale, padding=padding)
     short = shortened("WindowLowRank", both, e, f)
-    slots, keep = short.keys(), both.keep
-    batch = torch.broadcast_shapes(both.k.shape[:-2], slots.shape[:-2])
+    if width < 1 or not 0 <= tokens <= both.n:
+        raise ShapeError(
+            f"WindowLowRank: width must be at least 1 and tokens between 0 and n = {both.n}, but they are {width} and "
+            f"{tokens}"
+        )
+    if both.m > both.n:
+        raise UnsupportedError(
+            f"WindowLowRank: the last query sits at the last key, so m = {both.m} queries need at least as many keys, "
+            f"but n has {both.n}; use projected"
+        )
     if bias is not None:
         all_finite("WindowLowRank", bias=bias)
+        batch = broadcast_batch("WindowLowRank", q_and_k=both.batch, projections=short.batch)
         broadcasts_to("WindowLowRank", "bias", bias, (*batch, e.slots))
-    # one more column adds the bias to a slot's scores and nothing to a key's
-    column = slots.new_zeros(e.slots) if bias is None else bias.to(slots.dtype) / both.scale
-    slots = torch.cat([slots, column.unsqueeze(-1).expand(*slots.shape[:-1], 1)], dim=-1)
-    rows = [slots, F.pad(both.k, (0, 1))]
-    keys = torch.cat([x.expand(*batch, *x.shape[-2:]) for x in rows], dim=-2)
-    seen = None
-    if keep is not None and short.filled is not None:
-        masks = [short.filled, keep]
-        shared = torch.broadcast_shapes(*(x.shape[:-1] for x in masks))
-        seen = torch.cat([x.expand(*shared, x.shape[-1]) for x in masks], dim=-1)
-    wide = F.pad(both.q, (0, 1), value=1.0)
-    return WindowLowRank(window(wide, keys, width, tokens=e.slots + tokens, scale=both.scale, padding=seen), short)
+    return WindowLowRank(both, short, bias, width, tokens)
