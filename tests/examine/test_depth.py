@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.examine.ablate import collapse_curves
-from headwise.examine.observe import relative_residual
 from headwise.examine.paths import by_length
+from headwise.theory.residual import relative_residual
 from tests.examine.models import ALL, sharpen
 
 

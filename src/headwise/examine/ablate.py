@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.examine.observe import blocks_of, hidden_states, in_double, relative_residual, run_model
+from headwise.examine.observe import blocks_of, hidden_states, in_double, run_model
+from headwise.theory.residual import relative_residual
 
 CURVES = ("all", "no attention skip", "no MLP", "pure attention")
 

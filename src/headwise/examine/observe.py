@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.examine.intercept import Call, intercept, nothing_seen
-from headwise.examine.measures import CHUNK, Streamed, stream
+from headwise.examine.measures import CHUNK, Memory, Streamed, stream
 from headwise.examine.spectra import Spectral, spectra
 from headwise.linalg.norms import composite_norm
 from headwise.operators.scores import Scores
+from headwise.theory.residual import residual
 
 
 @dataclass(frozen=True)
@@ -74,21 +75,38 @@ def observe(
     """One forward pass, one Measurement for each sequence in the batch."""
     seen: dict[int, list[_Head]] = {}
     pending: list[_Head] = []
+    outputs: list[Tensor] = []
+    memory = Memory(entries)
 
     def see(call: Call) -> None:
         pending.clear()
+        outputs.clear()
         for b in range(call.scores.shape[0]):
             scores, v = sequence(call, b)
-            streamed = stream(scores, v, entries=entries)
+            streamed = stream(scores, v, memory=memory)
             spectral = spectra(scores, streamed.output, generator=generator) if with_spectra else None
             head = _Head(call, streamed, spectral)
             seen.setdefault(b, []).append(head)
             pending.append(head)
+        if _is_plain(call):
+            outputs.extend(head.streamed.output for head in pending)
         _own_projection(call, pending)
+
+    def answer(site: str, attention: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
+        """P V is known already where nothing is padded: to compute it again is a quarter of the forward pass."""
+        if not outputs:
+            return attention(*args, **kwargs)
+        query = args[0] if args else kwargs["query"]
+        return torch.stack(outputs).reshape(*query.shape[:-1], -1)
 
     blocks = blocks_of(model)
     states: dict[str, Tensor] = {}
-    with torch.no_grad(), hidden_states(blocks, states), _projections(model, pending), intercept(model, see):
+    with (
+        torch.no_grad(),
+        hidden_states(blocks, states),
+        _projections(model, pending),
+        intercept(model, see, answer=answer),
+    ):
         run_model(model, batch)
     if not seen:
         raise nothing_seen(model)
@@ -105,6 +123,12 @@ def run_model(model: nn.Module, batch: Mapping[str, Tensor] | Sequence[Tensor] |
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch) if isinstance(batch, Tensor) else model(*batch)
+
+
+def _is_plain(call: Call) -> bool:
+    """Float32 with no mask but causality: the measured output is what the model would compute, to rounding."""
+    s = call.scores
+    return s.q.dtype == torch.float32 == call.v.dtype and s.keep is None and s.bias is None and (s.ahead or 0) >= 0
 
 
 def sequence(call: Call, b: int) -> tuple[Scores, Tensor]:
@@ -217,23 +241,24 @@ def _family(block: str) -> str:
     return re.sub(r"\.?\d+$", "", block)
 
 
-def relative_residual(x: Tensor) -> Tensor:
-    """||res X|| / ||X|| in the composite norm, res X = X less its row mean: 0 when all tokens are equal."""
-    x = x.double()
-    return composite_norm(x - x.mean(-2, keepdim=True)) / composite_norm(x).clamp(min=1e-300)
+def _states(x: Tensor) -> dict[str, Tensor]:
+    """What a hidden state (n, d) says of collapse.
 
-
-def difference(x: Tensor) -> Tensor:
-    """||res X||_F^2 / ||X||_F^2: the share of the hidden state that tells tokens apart, between 0 and 1."""
-    x = x.double()
-    return (x - x.mean(-2, keepdim=True)).square().sum((-2, -1)) / x.square().sum((-2, -1)).clamp(min=1e-300)
-
-
-def mean_cosine(x: Tensor) -> Tensor:
-    """Mean cosine between two different tokens = (||sum of unit rows||^2 - n) / (n (n - 1))."""
-    unit = torch.nn.functional.normalize(x.double(), dim=-1)
-    n = x.shape[-2]
-    return (unit.sum(-2).square().sum(-1) - n) / max(1, n * (n - 1))
+    relative_residual   ||res X|| / ||X|| in the composite norm, res X = X less its row mean: 0 for equal tokens
+    difference          ||res X||_F^2 / ||X||_F^2: the share that tells tokens apart, between 0 and 1
+    mean_cosine         between two different tokens: (||sum of unit rows||^2 - n) / (n (n - 1))
+    norm                root mean square length of a token
+    """
+    x, n = x.double(), x.shape[-2]
+    lengths, centred = torch.linalg.vector_norm(x, dim=-1), residual(x)
+    total = lengths.square().sum()
+    unit = (1 / lengths.clamp(min=1e-12)) @ x
+    return {
+        "relative_residual": composite_norm(centred) / composite_norm(x).clamp(min=1e-300),
+        "difference": torch.linalg.vector_norm(centred).square() / total.clamp(min=1e-300),
+        "mean_cosine": (unit.square().sum() - n) / max(1, n * (n - 1)),
+        "norm": (total / n).sqrt(),
+    }
 
 
 # ---- putting one sequence together ----
@@ -277,13 +302,8 @@ def _site(call: Call, blocks: dict[str, nn.Module]) -> Site:
 
 
 def _layers(b: int, states: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    rows = [states[name][b if states[name].shape[0] > b else 0] for name in names]
-    return {
-        "relative_residual": torch.stack([relative_residual(x) for x in rows]) if rows else torch.zeros(0),
-        "difference": torch.stack([difference(x) for x in rows]) if rows else torch.zeros(0),
-        "mean_cosine": torch.stack([mean_cosine(x) for x in rows]) if rows else torch.zeros(0),
-        "norm": torch.stack([x.double().square().sum(-1).mean().sqrt() for x in rows]) if rows else torch.zeros(0),
-    }
+    rows = [_states(states[name][b if states[name].shape[0] > b else 0]) for name in names]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
 
 def _redundancy(samples: list[Tensor]) -> Tensor:
@@ -294,6 +314,8 @@ def _redundancy(samples: list[Tensor]) -> Tensor:
     for shape in {x.shape[1:] for x in samples}:
         group = [i for i, x in enumerate(samples) if x.shape[1:] == shape]
         index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in group])
-        unit = torch.nn.functional.normalize(torch.cat([samples[i].flatten(1) for i in group]), dim=-1)
-        cosine[index[:, None], index] = unit @ unit.mT
+        rows = torch.cat([samples[i].flatten(1) for i in group])
+        gram = rows @ rows.mT
+        length = gram.diagonal().sqrt().clamp(min=1e-12)
+        cosine[index[:, None], index] = gram / length / length.unsqueeze(-1)
     return cosine

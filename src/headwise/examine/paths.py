@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headwise.examine.observe import blocks_of, in_double, relative_residual, run_model
+from headwise.examine.observe import blocks_of, in_double, run_model
+from headwise.theory.residual import relative_residual
 
 EXACT = 1e-6
 """Largest relative difference between the sum of all paths and the network's own output that counts as equal."""

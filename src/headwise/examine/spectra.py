@@ -12,13 +12,12 @@ is an upper estimate, said as such.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headwise.examine.side_by_side import side_by_side
 from headwise.linalg.krylov import singular_vectors
 from headwise.operators.scores import Scores
 from headwise.operators.softmax import Softmax
@@ -51,26 +50,14 @@ def spectra(scores: Scores, output: Tensor, *, generator: torch.Generator | None
         values, shares = _whole(one, output[head]) if exact else _leading(one, output[head], generator)
         return values, shares, _frobenius(one, values, exact)
 
-    # a small eigenproblem does not feed two threads; two problems do.  Long ones are fused calls that feed them all
-    rows = _side_by_side(decompose, h) if exact else [decompose(head) for head in range(h)]
+    # long ones are fused calls that feed all threads
+    rows = side_by_side(decompose, h) if exact else [decompose(head) for head in range(h)]
     leading = torch.stack([values[:LEADING] for values, _, _ in rows])
     numbers: dict[str, list[float]] = {}
     for values, shares, frobenius in rows:
         for name, x in _numbers(values, shares, frobenius, min(m, n), exact).items():
             numbers.setdefault(name, []).append(x)
     return Spectral({name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()}, leading, exact)
-
-
-def _side_by_side(decompose: Callable[[int], tuple], count: int) -> list[tuple]:
-    threads = torch.get_num_threads()
-    if threads == 1:
-        return [decompose(i) for i in range(count)]
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(decompose, range(count)))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _head(scores: Scores, head: int) -> Scores:
