@@ -73,12 +73,19 @@ def test_groups_of_heads_are_the_heads_one_by_one(groups: int) -> None:
     choices = [a, a, a, b, learned, b, c, c, b, learned, a, c]
     heads = fitted(choices)
     assert [group.heads for group in heads._parts()] == [(0, 1, 2, 10), (3, 5, 8), (4, 9), (6, 7, 11)]
-    q, k, v = drawn(2, 12, N, WIDTH), drawn(2, groups, N, WIDTH), drawn(2, groups, N, WIDTH)
+    q, k, v = (drawn(2, h, N, WIDTH).requires_grad_() for h in (12, groups, groups))
     for causal, keep in itertools.product((False, True), (None, RIGHT)):
         out = heads(q, k, v, keep=keep, causal=causal, scale=SCALE)
         real = slice(None) if keep is None else keep[:, None, :, None].expand_as(out)
         torch.testing.assert_close(out[real], expected(heads, q, k, v, keep=keep, causal=causal)[real])
         assert out.transpose(1, 2).is_contiguous()  # as models want it next
+        slow = expected(heads, q, k, v, keep=keep, causal=causal)
+        leaves, pull = (
+            [q, k, v, *heads.parameters()],
+            drawn(*out.shape) * (1 if keep is None else keep[:, None, :, None]),
+        )
+        for found, wanted in zip(*(torch.autograd.grad(y, leaves, pull) for y in (out, slow)), strict=True):
+            torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("choice", [*SIMPLE.values(), Choice("shift", {"offset": -1}), Choice("hashed", {"chunk": 3})])

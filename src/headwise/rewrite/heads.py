@@ -123,15 +123,14 @@ class Heads(nn.Module):
         out = None
         for group in groups:
             part_k, part_v = (_take_shared(group, x, shared) for x in (k, v))
-            part = run(group, group.take(q), part_k, part_v)
-            if out is None:
-                out = part.new_empty(b, m, h, part.shape[-1]).transpose(1, 2)
+            part = run(group, group.take(q), part_k, part_v).transpose(1, 2)
+            out = part.new_empty(b, m, h, part.shape[-1]) if out is None else out
             if group.run:
-                out[:, group.heads[0] : group.heads[0] + len(group.heads)] = part
+                out[:, :, group.heads[0] : group.heads[0] + len(group.heads)] = part
             else:
-                out[:, torch.tensor(group.heads, device=out.device)] = part
+                out[:, :, torch.tensor(group.heads, device=out.device)] = part
         assert out is not None
-        return out
+        return out.transpose(1, 2)
 
     def _padding_before(self, keep: Tensor | None) -> Tensor | None:
         """Where the first real key is, (b, 1), if some choice counts positions from there and it is not the first."""
