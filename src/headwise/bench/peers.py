@@ -1,7 +1,8 @@
 """The same layer by other packages, in the same run: width 512, 8 heads, one sequence, forward and with backward.
 
 Packages that are not installed are named as absent; none is a dependency.  A layer is compared with ours of the same
-idea, four projections included on both sides, so layers differ less than their attention does.
+idea and the same parameters (no bias but that of the output; E and F learned), its linear maps included on both sides,
+so layers differ less than their attention does.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from headwise.bench.cases import entry
+from headwise.bench.cases import RANK, entry
 from headwise.bench.clock import Timing, in_turns
 from headwise.errors import InputError
+from headwise.nn.builders import LearnedProjection
 from headwise.nn.multihead import MultiHead
+from headwise.operators import projected
 
 WIDTH, HEADS = 512, 8
 Layer = Callable[[int], nn.Module]
@@ -39,7 +42,7 @@ class Peer:
 
 
 def _torch(n: int) -> nn.Module:
-    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    layer = nn.MultiheadAttention(WIDTH, HEADS, bias=False, batch_first=True)
 
     class SelfAttention(nn.Module):
         def __init__(self) -> None:
@@ -55,15 +58,15 @@ def _torch(n: int) -> nn.Module:
 def _linformer(n: int) -> nn.Module:
     from linformer import LinformerSelfAttention  # pyright: ignore[reportMissingImports]
 
-    return LinformerSelfAttention(WIDTH, n, k=256, heads=HEADS)
+    return LinformerSelfAttention(WIDTH, n, k=RANK, heads=HEADS)
 
 
 def _linformer_pytorch(n: int) -> nn.Module:
     from linformer_pytorch import MHAttention  # pyright: ignore[reportMissingImports]
     from linformer_pytorch.linformer_pytorch import get_EF  # pyright: ignore[reportMissingImports]
 
-    e = get_EF(n, 256)
-    return MHAttention(n, WIDTH // HEADS, WIDTH, 256, HEADS, 0.0, "C0", "layerwise", e, e, False, False)
+    e, f = get_EF(n, RANK), get_EF(n, RANK)
+    return MHAttention(n, WIDTH // HEADS, WIDTH, RANK, HEADS, 0.0, "C0", "layerwise", e, f, False, None)
 
 
 def _reformer(n: int) -> nn.Module:
@@ -81,7 +84,7 @@ def _performer(n: int) -> nn.Module:
 def _nystrom(n: int) -> nn.Module:
     from nystrom_attention import NystromAttention  # pyright: ignore[reportMissingImports]
 
-    return NystromAttention(WIDTH, dim_head=WIDTH // HEADS, heads=HEADS, num_landmarks=256, residual=False)
+    return NystromAttention(WIDTH, dim_head=WIDTH // HEADS, heads=HEADS, num_landmarks=RANK, residual=False)
 
 
 def _local(n: int) -> nn.Module:
@@ -160,6 +163,12 @@ class Comparison:
         return asdict(self)
 
 
+def ours(name: str, n: int) -> nn.Module:
+    """A layer of ours for n positions by its name in the table."""
+    build = LearnedProjection(projected, n, min(n, RANK), shared=False) if name == "projected 256" else None
+    return MultiHead(WIDTH, HEADS, build=entry(name).build(n) if build is None else build, bias=False, out_bias=True)
+
+
 def absent() -> list[Peer]:
     return [peer for peer in PEERS if not peer.present]
 
@@ -169,28 +178,28 @@ def compare(
 ) -> tuple[list[Comparison], dict[str, str]]:
     """Every installed peer and every layer of ours in turns at one length; and why a peer could not run."""
     torch.manual_seed(0)
+    if names is not None:
+        known = [*OURS, *(peer.name for peer in PEERS)]
+        if unknown := [name for name in names if name not in known]:
+            raise InputError(f"bench peers: {unknown[0]!r} is not among {', '.join(known)}")
     layers: dict[str, nn.Module] = {}
     against: dict[str, str] = {}
     failed: dict[str, str] = {}
     x = torch.randn(1, n, WIDTH, requires_grad=True)
     for name in OURS:
-        if n <= entry(name).longest:
-            layers[name] = MultiHead(WIDTH, HEADS, build=entry(name).build(n))
+        if n <= entry(name).longest and (names is None or name in names):
+            layers[name] = ours(name, n)
     for peer in PEERS:
-        if peer.present and n <= peer.longest and peer.ours in layers:
+        if peer.present and n <= peer.longest and (names is None or peer.name in names):
             try:
                 layer = peer.make(n)
-                _both(layer, x)()
+                backward_of(layer, x)()
             except Exception as error:  # another package's, of any version: whatever it raises is its own affair
                 failed[peer.name] = f"{type(error).__name__}: {error}"
                 continue
             layers[peer.name], against[peer.name] = layer, peer.ours
-    if names is not None:
-        if unknown := set(names) - set(layers):
-            raise InputError(f"bench peers: {sorted(unknown)[0]!r} is not among {', '.join(layers)}")
-        layers = {name: layer for name, layer in layers.items() if name in names}
-    forwards = in_turns({k: _forward(m, x) for k, m in layers.items()}, rounds=rounds, seconds=seconds)
-    boths = in_turns({k: _both(m, x) for k, m in layers.items()}, rounds=rounds, seconds=2 * seconds)
+    forwards = in_turns({k: forward_of(m, x) for k, m in layers.items()}, rounds=rounds, seconds=seconds)
+    boths = in_turns({k: backward_of(m, x) for k, m in layers.items()}, rounds=rounds, seconds=2 * seconds)
     rows = []
     for name in layers:
         other = against.get(name)
@@ -208,7 +217,7 @@ def compare(
     return rows, failed
 
 
-def _forward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+def forward_of(layer: nn.Module, x: Tensor) -> Callable[[], object]:
     def call() -> None:
         with torch.no_grad():
             layer(x)
@@ -216,7 +225,7 @@ def _forward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
     return call
 
 
-def _both(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+def backward_of(layer: nn.Module, x: Tensor) -> Callable[[], object]:
     wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
 
     def call() -> None:

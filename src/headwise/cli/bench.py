@@ -1,10 +1,11 @@
-"""`headwise bench scaling | peers | fidelity`: what attention costs, measured here and now."""
+"""`headwise bench scaling | peers | targets | fidelity`: what attention costs, measured here and now."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +18,26 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    return {"scaling": _scaling, "peers": _peers, "fidelity": _fidelity}[options.what](options)
+    return {"scaling": _scaling, "peers": _peers, "targets": _targets, "fidelity": _fidelity}[options.what](options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="headwise bench", description="What attention costs, measured here and now.")
-    parts = parser.add_subparsers(dest="what", required=True, metavar="scaling | peers | fidelity")
+    parts = parser.add_subparsers(dest="what", required=True, metavar="scaling | peers | targets | fidelity")
     scaling = parts.add_parser("scaling", help="every operator over n: time, memory, operations, fitted exponents")
     scaling.add_argument("--operators", nargs="+", metavar="NAME", help="some of them (default: all)")
-    scaling.add_argument("-o", "--out", type=Path, default=Path("headwise-bench"), metavar="DIR")
-    scaling.add_argument("--fresh", action="store_true", help="measure again what an earlier run has measured")
     peers = parts.add_parser("peers", help="the same layer by other installed packages, as ratios in one run")
+    peers.add_argument("--layers", nargs="+", metavar="NAME", help="some of them, ours and others' (default: all)")
+    targets = parts.add_parser("targets", help="every speed that was asked for, beside what is reached here")
+    targets.add_argument("--only", nargs="+", metavar="RACE", help="some of the comparisons (default: all)")
+    for part in (scaling, targets):
+        part.add_argument("-o", "--out", type=Path, default=Path("headwise-bench"), metavar="DIR")
+        part.add_argument("--fresh", action="store_true", help="measure again what an earlier run has measured")
     fidelity = parts.add_parser("fidelity", help="distance from exact attention against cost")
     fidelity.add_argument(
         "--tensors", type=Path, metavar="FILE", help="q, k and v (*batch, n, width) saved by torch.save as a dictionary"
     )
-    for part, lengths in ((scaling, True), (peers, True), (fidelity, False)):
+    for part, lengths in ((scaling, True), (peers, True), (targets, True), (fidelity, False)):
         part.add_argument("--n", nargs="+" if lengths else None, type=int, metavar="N", help="lengths")
         part.add_argument("--quick", action="store_true", help="short lengths, few rounds")
         part.add_argument("--rounds", type=int, default=None, metavar="R")
@@ -110,7 +115,7 @@ def _peers(options: argparse.Namespace) -> int:
     rows, failed = [], {}
     with bar("measuring", len(lengths), quiet=options.json) as advance:
         for count, n in enumerate(lengths, start=1):
-            more, wrong = compare(n, rounds=rounds, seconds=5.0 if options.quick else 60.0)
+            more, wrong = compare(n, names=options.layers, rounds=rounds, seconds=5.0 if options.quick else 60.0)
             rows, failed = rows + more, {**failed, **wrong}
             advance(count)
     missing = [peer.package for peer in absent()]
@@ -135,6 +140,49 @@ def _peers(options: argparse.Namespace) -> int:
         print("absent:", ", ".join(missing))
     for name, why in failed.items():
         print(f"{name} failed: {why}")
+    return 0
+
+
+def _targets(options: argparse.Namespace) -> int:
+    from headwise.bench import races, scaling
+    from headwise.bench.targets import RACES, exponent_rows, rows
+
+    names = list(dict.fromkeys(race.name for race in RACES))
+    if unknown := [name for name in options.only or () if name not in names]:
+        raise InputError(f"bench targets: no comparison {unknown[0]!r}; there are {', '.join(names)}")
+    chosen = [
+        replace(race, n=min(race.n, 512)) if options.quick else race
+        for race in RACES
+        if (options.only is None or race.name in options.only) and (options.n is None or race.n in options.n)
+    ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    store = options.out / ("targets-quick.jsonl" if options.quick else "targets.jsonl")
+    if options.fresh:
+        store.unlink(missing_ok=True)
+    with bar("measuring", len(chosen), quiet=options.json) as advance:
+        results = races.collect(
+            chosen,
+            store,
+            advance,
+            rounds=options.rounds or (1 if options.quick else 5),
+            seconds=1.0 if options.quick else 30.0,
+        )
+    found = rows(results, chosen)
+    known = scaling.load(options.out / "scaling.jsonl")
+    if options.only is None and options.n is None and not options.quick:
+        found += exponent_rows(scaling.Scaling(known))
+    if options.json:
+        print(json.dumps({"rows": [row.to_dict() for row in found]}))
+        return 0
+    number = lambda x: "absent" if x is None else f"{x:.2f}"  # noqa: E731
+    verdict = {True: "yes", False: "no", None: ""}
+    cells = [
+        [row.what, str(row.n or ""), row.asked, number(row.forward), number(row.both), verdict[row.met]]
+        for row in found
+    ]
+    _table("How many times as fast", ["what", "n", "asked", "forward", "f + b", "met"], cells)
+    if not known:
+        print(f"no exponents: run `headwise bench scaling -o {options.out}` first")
     return 0
 
 

@@ -177,14 +177,15 @@ def random_rotations(width: int, buckets: float, rounds: int, *, generator: torc
 def _sorted(x: Tensor, rotations: Tensor, both: Pair, chunk: int) -> tuple[Tensor, Tensor]:
     """The order (*batch, rounds, t * chunk) of positions by hash, ties by position, n for nobody; and the inverse."""
     n = x.shape[-2]
-    bucket = torch.zeros((), dtype=torch.int32, device=x.device)
-    for rotation in rotations.float() if rotations.dim() == 4 else (rotations.float(),):
-        half = rotation.shape[-1]
-        turned = x.float().unsqueeze(-3) @ rotation  # (*batch, rounds, n, half)
-        # argmax [y; -y] is the argmax of |y|, in the second half where y is negative
-        best = turned.abs().argmax(-1, keepdim=True)
-        negative = turned.gather(-1, best).squeeze(-1) < 0
-        bucket = bucket * (2 * half) + (best.squeeze(-1) + half * negative).int()
+    hashes = rotations.float().reshape(-1, *rotations.shape[-3:])  # (1 or 2, rounds, k, half)
+    half = hashes.shape[-1]
+    # one product for all rounds: (*batch, n, hashes, rounds, half)
+    turned = (x.float() @ hashes.movedim(-2, 0).flatten(1)).unflatten(-1, (*hashes.shape[:2], half))
+    # argmax [y; -y] is the argmax of |y|, in the second half where y is negative
+    best = turned.abs().argmax(-1, keepdim=True)
+    negative = turned.gather(-1, best).squeeze(-1) < 0
+    first, *second = (best.squeeze(-1) + half * negative).int().unbind(-2)
+    bucket = (first * (2 * half) + second[0] if second else first).mT  # (*batch, rounds, n)
     if both.keep is not None:
         bucket = bucket.masked_fill(~both.keep.unsqueeze(-2), (2 * rotations.shape[-1]) ** 2)
     bucket = bucket.expand(*both.batch, *bucket.shape[-2:])

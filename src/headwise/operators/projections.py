@@ -175,7 +175,9 @@ class Pooling(Projection):
         return there.clamp(min=1).double() / self._sizes(keep).squeeze(-1)
 
     def _segments(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, 0, self.slots * self.size - self.length)).unflatten(-2, (self.slots, self.size))
+        short = self.slots * self.size - self.length
+        x = F.pad(x, (0, 0, 0, short)) if short else x  # padding by nothing is a copy
+        return x.unflatten(-2, (self.slots, self.size))
 
     def _sizes(self, x: Tensor) -> Tensor:
         starts = torch.arange(0, self.length, self.size, device=x.device)
