@@ -39,14 +39,14 @@ def collapse_curves(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _curve(model: nn.Module, batch: Mapping[str, Tensor], name: str) -> list[float]:
-    blocks, states = blocks_of(model), {}
+    blocks, states = blocks_of(model), dict[str, float]()
     with torch.no_grad(), ExitStack() as undo:
         for block in blocks.values():
             for handle in _switch(block, skip=name in ("all", "no MLP"), mlp=name in ("all", "no attention skip")):
                 undo.callback(handle.remove)
-        undo.enter_context(hidden_states(blocks, states))
+        undo.enter_context(hidden_states(blocks, lambda x: relative_residual(x[0]).item(), states))
         run_model(model, batch)
-    return [relative_residual(x[0]).item() for x in states.values()]
+    return list(states.values())
 
 
 def _family(block: nn.Module) -> str | None:

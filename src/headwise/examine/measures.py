@@ -49,9 +49,7 @@ class Streamed:
     numbers: dict[str, Tensor]
     profile: Tensor  # (h, 2 REACH + 1) mean mass at each offset j - i
     sample: Tensor  # (h, SAMPLED, <= SKETCH) rows of P
-    received: Tensor  # (h, n) mean attention each key receives
     output_gram: Tensor  # (h, d, d) O^T O
-    output: Tensor  # (h, m, d)
 
 
 class Memory:
@@ -84,8 +82,8 @@ class Memory:
         return plain, self._skew.as_strided((h, rows, width - 1), (each, width + 1, 1), 1)
 
 
-def stream(scores: Scores, v: Tensor, *, memory: Memory | None = None) -> Streamed:
-    """All streaming measures of one text: q (h, m, k), k (h, n, k), v (h, n, d)."""
+def stream(scores: Scores, v: Tensor, *, memory: Memory | None = None) -> tuple[Streamed, Tensor]:
+    """All streaming measures of one text, and its P V: q (h, m, k), k (h, n, k), v (h, n, d)."""
     memory = memory or Memory()
     q, k, v = scores.q.float() * scores.scale, scores.k.float().contiguous(), v.float().contiguous()
     scores = Scores(q, k, 1.0, scores.ahead, scores.keep, scores.bias)
@@ -119,7 +117,8 @@ def stream(scores: Scores, v: Tensor, *, memory: Memory | None = None) -> Stream
     output /= z.unsqueeze(-1)
     entropy, top, squares = z.log() - dot / z, 1 / z, (norm / z).square()
     largest, diagonals = peak.amax(-1), diagonals.double()
-    return _numbers(scores, v, entropy, top, squares, largest, received, diagonals, output, seen, sample)
+    found = _numbers(scores, v, entropy, top, squares, largest, received, diagonals, output, seen, sample)
+    return found, output
 
 
 def _numbers(
@@ -181,14 +180,9 @@ def _numbers(
     profile = torch.zeros(len(mass), 2 * REACH + 1, dtype=torch.float64)
     low, high = max(0, m - 1 - REACH), min(m + n - 1, m + REACH)
     profile[:, low - (m - 1 - REACH) : high - (m - 1 - REACH)] = mass[:, low:high]
-    return Streamed(
-        {name: x.double() for name, x in numbers.items()},
-        profile,
-        _hashed(sample),
-        received,
-        output.mT @ output,
-        output,
-    )
+    # cloned: a view of one number would keep the whole array it was taken from
+    numbers = {name: x.double().clone() for name, x in numbers.items()}
+    return Streamed(numbers, profile, _hashed(sample), output.mT @ output)
 
 
 def _finite_scores(part: Scores, out: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from headwise.examine.spectra import Spectral, spectra
 from headwise.linalg.norms import composite_norm
 from headwise.operators.scores import Scores
 from headwise.theory.residual import residual
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ class Measurement:
 
 @dataclass(eq=False)
 class _Head:
-    """One call of one sequence, waiting for the rest of the forward pass."""
+    """One call of one sequence, waiting for the rest of the forward pass; nothing in it is as long as the text."""
 
-    call: Call
+    site: Site
+    lengths: tuple[int, int]
     streamed: Streamed
     spectral: Spectral | None
     contribution: Tensor | None = None
@@ -83,13 +86,14 @@ def observe(
         outputs.clear()
         for b in range(call.scores.shape[0]):
             scores, v = sequence(call, b)
-            streamed = stream(scores, v, memory=memory)
-            spectral = spectra(scores, streamed.output, generator=generator) if with_spectra else None
-            head = _Head(call, streamed, spectral)
+            streamed, output = stream(scores, v, memory=memory)
+            spectral = spectra(scores, output, generator=generator) if with_spectra else None
+            m, n = scores.shape[-2:]
+            head = _Head(_site(call, blocks), (m, n), streamed, spectral)
             seen.setdefault(b, []).append(head)
             pending.append(head)
-        if _is_plain(call):
-            outputs.extend(head.streamed.output for head in pending)
+            if _is_plain(call):
+                outputs.append(output)
         _own_projection(call, pending)
 
     def answer(site: str, attention: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
@@ -97,20 +101,22 @@ def observe(
         if not outputs:
             return attention(*args, **kwargs)
         query = args[0] if args else kwargs["query"]
-        return torch.stack(outputs).reshape(*query.shape[:-1], -1)
+        known = torch.stack(outputs).reshape(*query.shape[:-1], -1)
+        outputs.clear()
+        return known
 
     blocks = blocks_of(model)
-    states: dict[str, Tensor] = {}
+    states: dict[str, list[dict[str, Tensor]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, states),
+        hidden_states(blocks, lambda x: [_states(one) for one in x], states),
         _projections(model, pending),
         intercept(model, see, answer=answer),
     ):
         run_model(model, batch)
     if not seen:
         raise nothing_seen(model)
-    return [_measurement(b, heads, blocks, states) for b, heads in sorted(seen.items())]
+    return [_measurement(b, heads, states) for b, heads in sorted(seen.items())]
 
 
 def in_double(model: nn.Module) -> nn.Module:
@@ -211,7 +217,9 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def hidden_states(blocks: dict[str, nn.Module], states: dict[str, Tensor]) -> Iterator[None]:
+def hidden_states(blocks: dict[str, nn.Module], measure: Callable[[Tensor], T], states: dict[str, T]) -> Iterator[None]:
+    """Put measure(what goes in) and measure(what each block answers) into `states`; the tensors are not kept."""
+
     def first(output: Any) -> Tensor | None:
         if isinstance(output, (tuple, list)) and output:
             output = output[0]
@@ -219,12 +227,12 @@ def hidden_states(blocks: dict[str, nn.Module], states: dict[str, Tensor]) -> It
 
     def hook(name: str) -> Callable:
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            before = first(args) if args else first(kwargs.get("hidden_states"))
-            if before is not None:
-                states.setdefault(f"{_family(name)} in", before)
+            before, begin = first(args) if args else first(kwargs.get("hidden_states")), f"{_family(name)} in"
+            if before is not None and begin not in states:
+                states[begin] = measure(before)
             state = first(output)
             if state is not None:
-                states[name] = state
+                states[name] = measure(state)
 
         return after
 
@@ -264,8 +272,8 @@ def _states(x: Tensor) -> dict[str, Tensor]:
 # ---- putting one sequence together ----
 
 
-def _measurement(b: int, heads: list[_Head], blocks: dict[str, nn.Module], states: dict[str, Tensor]) -> Measurement:
-    sites = [_site(head.call, blocks) for head in heads]
+def _measurement(b: int, heads: list[_Head], states: dict[str, list[dict[str, Tensor]]]) -> Measurement:
+    sites = [head.site for head in heads]
     names = set.intersection(*(set(head.streamed.numbers) for head in heads))
     numbers = {name: torch.cat([head.streamed.numbers[name] for head in heads]) for name in sorted(names)}
     nothing = [
@@ -277,7 +285,7 @@ def _measurement(b: int, heads: list[_Head], blocks: dict[str, nn.Module], state
     )
     measurement = Measurement(
         sites,
-        [(head.streamed.output.shape[-2], head.streamed.received.shape[-1]) for head in heads],
+        [head.lengths for head in heads],
         numbers,
         torch.cat([head.streamed.profile for head in heads]),
         _redundancy([head.streamed.sample for head in heads]),
@@ -301,8 +309,8 @@ def _site(call: Call, blocks: dict[str, nn.Module]) -> Site:
     return Site(call.name, call.kind, call.causal, s.shape[-3], call.groups, s.q.shape[-1], call.v.shape[-1], owner)
 
 
-def _layers(b: int, states: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    rows = [_states(states[name][b if states[name].shape[0] > b else 0]) for name in names]
+def _layers(b: int, states: dict[str, list[dict[str, Tensor]]], names: list[str]) -> dict[str, Tensor]:
+    rows = [states[name][b if len(states[name]) > b else 0] for name in names]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
 
