@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--source", metavar="S0", help="only the claims of one source, S0 … S4")
     parser.add_argument("--claim", metavar="ID", help="only one claim, such as S0.low-rank")
     parser.add_argument("--weights", metavar="FILE|python:M:F", help="what applies to your own attention weights")
+    parser.add_argument("--heads", type=int, metavar="N", help="heads of each layer, where --weights does not say")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the page docs/claims.md")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="draw the sources' figures from numbers, and stop")
@@ -72,8 +73,10 @@ def _print(results: list[Result], different: list[str]) -> None:
 
     console = Console()
     table = Table(show_lines=False)
+    widest = max(len(result.entry.id) for result in results)  # names are what --claim takes: never cut them
     for heading in ("claim", "statement", "verdict", "measured", "bound", "premise, or what is true"):
-        table.add_column(heading, justify="right" if heading in ("measured", "bound") else "left")
+        right, least = heading in ("measured", "bound"), widest if heading == "claim" else None
+        table.add_column(heading, justify="right" if right else "left", min_width=least)
     for result in results:
         entry, finding = result.entry, result.finding
         outcome = finding.outcome.value
@@ -95,7 +98,7 @@ def _print(results: list[Result], different: list[str]) -> None:
 def _own_weights(options: argparse.Namespace) -> int:
     from headwise.theory.own import evaluate
 
-    facts = evaluate(options.weights)
+    facts = evaluate(options.weights, heads=options.heads)
     if options.out is not None:
         _write(options.out, json.dumps(facts, indent=1))
     if options.json:
@@ -109,7 +112,10 @@ def _own_weights(options: argparse.Namespace) -> int:
         table.add_column(heading)
     for row in facts["rows"]:
         table.add_row(row["what"], row["value"], row["note"])
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    if facts["left_out"]:
+        console.print(f"Left out, since the theorems speak of attention alone: {', '.join(facts['left_out'])}")
     return 0
 
 

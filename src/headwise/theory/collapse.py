@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
 from headwise.linalg.norms import composite_norm, one_norm
-from headwise.nn.encoder import Encoder
+from headwise.nn.encoder import Encoder, Residual
 from headwise.nn.multihead import MultiHead
 from headwise.theory.residual import Norm, relative_residual
 from headwise.theory.stack import Stack
@@ -92,7 +92,9 @@ def _rate(beta: float, heads: int, key_width: int) -> float:
 
 def collapse(stack: Stack, x: Tensor) -> Collapse:
     """Both sides of the bound for every depth up to L, on one input (n, d)."""
-    beta, heads, width = beta_of(stack), stack.layers[0].wq.shape[0], stack.layers[0].wq.shape[-1]
+    beta = beta_of(stack)
+    heads = max(layer.wq.shape[0] for layer in stack.layers)
+    width = min(layer.wq.shape[-1] for layer in stack.layers)
     measured = [composite_norm(rest).log().item() for rest in stack.residuals(x.double())]
     known = {"beta": beta, "heads": heads, "key_width": width, "log_residual": measured[0]}
     depths = range(len(stack.layers) + 1)
@@ -158,9 +160,7 @@ class _Switched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         kept = x if self.skip else 0
-        if isinstance(self.part, MultiHead):
+        if not isinstance(self.part, Residual):
             return self.part(x) + kept
-        residual = self.part  # an Encoder's, with its norm before the part or after the sum
-        if residual.pre:
-            return residual.part(residual.norm(x)) + kept
-        return residual.norm(residual.part(x) + kept)
+        part, norm = self.part.part, self.part.norm  # an Encoder's: its norm comes before the part or after the sum
+        return part(norm(x)) + kept if self.part.pre else norm(part(x) + kept)

@@ -119,6 +119,8 @@ def sample_norms(
 ) -> Sampled:
     """Mean Frobenius norm of the contribution of one path of the given length; exact when there are at most `count`."""
     depth, heads = len(stack.layers), stack.layers[0].wq.shape[0]
+    if any(layer.wq.shape[0] != heads for layer in stack.layers):
+        raise InputError("paths: lengths are sampled from layers of equally many heads; walk single_paths instead")
     if not 0 <= length <= depth or (not stack.skip and length != depth):
         raise InputError(
             f"paths: length {length} does not occur in {depth} layers {'with' if stack.skip else 'without'} skips"
@@ -171,6 +173,6 @@ def _through(p: Tensor, y: Tensor, w: Tensor) -> Tensor:
 
 
 def _exists(stack: Stack, head: Head) -> None:
-    layers, heads = len(stack.layers), stack.layers[0].wq.shape[0]
-    if not (0 <= head[0] < layers and 0 <= head[1] < heads):
-        raise InputError(f"paths: there is no head {head}; the stack has {layers} layers of {heads} heads")
+    heads = [layer.wq.shape[0] for layer in stack.layers]
+    if not (0 <= head[0] < len(heads) and 0 <= head[1] < heads[head[0]]):
+        raise InputError(f"paths: there is no head {head}; the layers of the stack have {heads} heads")

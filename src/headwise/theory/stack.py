@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from headwise.errors import NonFiniteError, ShapeError
+from headwise.errors import NonFiniteError, ShapeError, UnsupportedError
 from headwise.nn.heads import head_slices
 from headwise.nn.multihead import MultiHead
+from headwise.operators.softmax import softmax
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +134,11 @@ def random_stack(
 
 def layer_of(module: MultiHead) -> Layer:
     """The weights of one of our self-attention modules, in float64; value biases join the output's (P 1 = 1)."""
+    if module.build is not softmax:
+        raise UnsupportedError(
+            f"Stack: the theorems speak of softmax attention, not of "
+            f"{getattr(module.build, '__name__', type(module.build).__name__)}"
+        )
     if module.width != module.out_width or set(module.context_widths) != {module.width}:
         raise ShapeError(
             f"Stack: a layer from width {module.width} and context {module.context_widths} to {module.out_width} "

@@ -48,7 +48,9 @@ def path_decomposition_with_skips() -> Finding:
     return Finding(rounding("(H + 1)^L paths add up to the network", error if len(walked) == 3**3 else math.inf))
 
 
-def bound_gap(heads: int, n: int, d: int, k: int, *, constant: float = 4.0, starts: int = 6, steps: int = 120) -> Worst:
+def bound_gap(
+    heads: int, n: int, d: int, k: int, *, constant: float = 4.0, starts: int = 20, steps: int = 250
+) -> Worst:
     """Search for weights and inputs that break the bound of one layer, with `constant` where the theorem has 4."""
 
     def start(g: torch.Generator) -> tuple[Tensor, ...]:

@@ -45,7 +45,7 @@ def entrywise_gap(n: int, d: int) -> Worst:
         p, s, wide, rest = _sides(*z)
         return (p @ rest - (1 + 2 * wide) * (s @ rest)).max()
 
-    return search(left, lambda *z: z[0].new_zeros(()), _starts(n, d), starts=4, steps=150)
+    return search(left, lambda *z: torch.zeros_like(z[0]).sum(), _starts(n, d), starts=8, steps=150)
 
 
 def corrected_gap(n: int, d: int) -> Worst:
@@ -53,9 +53,9 @@ def corrected_gap(n: int, d: int) -> Worst:
 
     def left(*z: Tensor) -> Tensor:
         p, s, wide, rest = _sides(*z)
-        return ((p @ rest - s @ rest).abs() / (wide * (s @ rest.abs()))).max().log()
+        return ((p @ rest - s @ rest).abs() / (2 * wide * (s @ rest.abs()))).max().log()
 
-    return search(left, lambda *z: z[0].new_tensor(2.0).log(), _starts(n, d), starts=4, steps=150)
+    return search(left, lambda *z: torch.zeros_like(z[0]).sum(), _starts(n, d), starts=20, steps=150)
 
 
 def entrywise_step() -> Finding:
@@ -82,7 +82,7 @@ def triangle_gap(n: int = 2) -> Worst:
         lambda a, b: composite_norm(a + b).log(),
         lambda a, b: (composite_norm(a) + composite_norm(b)).log(),
         lambda g: tuple(torch.randn(n, n, dtype=torch.float64, generator=g) for _ in range(2)),
-        starts=4,
+        starts=20,
         steps=200,
         rate=0.02,
     )
