@@ -86,7 +86,7 @@ class Kind:
     cached: bool = False  # one query against all keys gives the row that all queries together would give
     positional: bool = True  # speaks of positions that queries and keys share, so not for cross-attention
     anchored: bool = False  # counts positions from the first real key, so padding before it has to be moved away
-    reads_scores: bool = True  # P depends on q and k, or on the head's own parameters
+    looks: bool = True  # P depends on q and k
 
     def parameters(self, choice: Choice, n: int, d: int) -> Shapes:
         """Shapes of the learned tensors of one head, for sequences of n and heads of width d."""
@@ -269,14 +269,14 @@ RANK, SHARP = Option(64, 1), Option(1.0, 1e-6)
 
 KINDS: dict[str, Kind] = {
     "exact": Kind("softmax over all keys, as before", _exact, causal=True, cached=True, positional=False),
-    "uniform": Kind("the mean of the values", _uniform, causal=True, cached=True, positional=False, reads_scores=False),
+    "uniform": Kind("the mean of the values", _uniform, causal=True, cached=True, positional=False, looks=False),
     "shift": Kind(
         "the key `offset` places further, at the ends the outermost one",
         _shift,
         {"offset": Option(0)},
         causal=True,
         cached=True,
-        reads_scores=False,
+        looks=False,
     ),
     "toeplitz": Kind(
         "softmax of a learned profile over offsets -reach..reach, constant beyond",
@@ -285,6 +285,7 @@ KINDS: dict[str, Kind] = {
         _begin_toeplitz,
         causal=True,
         cached=True,
+        looks=False,
     ),
     "quadratic": Kind(
         "softmax of -(offset - centre)^2 / (2 width^2), both learned",
@@ -292,6 +293,7 @@ KINDS: dict[str, Kind] = {
         begin=_begin_quadratic,
         causal=True,
         cached=True,
+        looks=False,
     ),
     "window": Kind(
         "softmax over `width` neighbours and the `first` keys",
