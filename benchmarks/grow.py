@@ -4,27 +4,30 @@
     python -m benchmarks.grow train [--quick]     several ways to widen, several seeds, a task with and one without need
     python -m benchmarks.grow optimizer [--quick] what becomes of Adam's moments
     python -m benchmarks.grow heads [--quick]     the head with the highest score against a random one
+    python -m benchmarks.grow compressed          a refit from compressed statistics against one from exact ones
     python -m benchmarks.grow cost  [--quick]     time and memory on a 6-layer, 8-head, width-256 model
     python -m benchmarks.grow all   [--quick]
 
-Intervals are 95 % of Student's t over seeds; times are medians in one run, printed as ratios.
+Intervals are 95 % of Student's t over seeds; times are medians in one run, printed as ratios.  With --into FILE,
+`--first 3 --seeds 2` adds seeds 3 and 4 to those in the file, and the tables are of all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import math
 import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.grow_kinds import compare, kinds
+from benchmarks.grow_rows import Rows, interval
 from headwise.grow import Grower
 from headwise.grow.baselines import gradmax, random_both, random_queries, source_recipe
 from headwise.grow.grower import SOLUTIONS
@@ -33,16 +36,7 @@ from headwise.grow.solve import closed_form, fisher_form
 from headwise.grow.tasks import Block, Reader, Task, average, lookup
 from headwise.nn import MultiHead, head_slices
 
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 10: 2.26}
 BATCH, RATE, CALIBRATION = 32, 3e-3, 32
-
-
-def interval(values: Sequence[float]) -> str:
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return f"{mean:.3f}"
-    half = T95.get(len(values), 1.96) * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:.3f} ± {half:.3f}"
 
 
 def train(model: Reader, optimizer: torch.optim.Optimizer, task: Task, draws: torch.Generator, steps: int) -> None:
@@ -57,8 +51,8 @@ def validation(model: Reader, task: Task) -> float:
     return float(model.loss(*task.draw(1024, torch.Generator().manual_seed(12345))))
 
 
-def observed(model: Reader, optimizer: torch.optim.Optimizer, task: Task, seed: int) -> Grower:
-    grower, draws = Grower(model, optimizer), torch.Generator().manual_seed(1000 + seed)
+def observed(model: Reader, optimizer: torch.optim.Optimizer, task: Task, seed: int, **options: Any) -> Grower:
+    grower, draws = Grower(model, optimizer, **options), torch.Generator().manual_seed(1000 + seed)
     for _ in range(CALIBRATION):
         optimizer.zero_grad()
         model.loss(*task.draw(BATCH, draws)).backward()
@@ -81,17 +75,17 @@ WAYS: dict[str, Any] = {
     "closed form": (closed_form,),
     "closed form, Fisher": (fisher_form,),
     "ours (line search chooses)": SOLUTIONS,
-    "ours, optimizer rebuilt": SOLUTIONS,
 }
 
 
-def compare_training(task: Task, seeds: int, steps: int, later: Sequence[int], k: int = 2, p: int = 2) -> None:
+def compare_training(
+    task: Task, seeds: Sequence[int], steps: int, later: Sequence[int], file: Path | None, k: int = 2, p: int = 2
+) -> None:
     """Same data, same steps, every head from k to k + p; the validation loss right after growth and later."""
-    print(f"\n{task.name}: 2 layers, 2 heads, width 32, k {k} -> {k + p} after {steps} steps, {seeds} seeds;")
-    print(f"validation loss right after growth, and after {' and '.join(map(str, later))} more steps")
-    results: dict[str, list[list[float]]] = {name: [] for name in (*WAYS, "wide from the start")}
-    recommended = []
-    for seed in range(seeds):
+    rows, automatic = Rows(file, f"train {task.name}"), Rows(file, f"auto {task.name}")
+    for seed in seeds:
+        if rows.has(seed):
+            continue
         torch.manual_seed(seed)
         base = Reader(task, key_width=k)
         optimizer = torch.optim.AdamW(base.parameters(), RATE)
@@ -100,7 +94,6 @@ def compare_training(task: Task, seeds: int, steps: int, later: Sequence[int], k
         wide = Reader(task, key_width=k + p)
         wide_optimizer = torch.optim.AdamW(wide.parameters(), RATE)
         train(wide, wide_optimizer, task, torch.Generator().manual_seed(seed), steps)
-        results["wide from the start"].append(afterwards(wide, wide_optimizer, task, seed, later))
         for name, solutions in WAYS.items():
             model, copied = copy.deepcopy((base, optimizer))
             torch.manual_seed(seed)
@@ -109,18 +102,22 @@ def compare_training(task: Task, seeds: int, steps: int, later: Sequence[int], k
                 heads = [(layer, head) for layer in grower.layers for head in range(2)]
                 grower.grow(p, heads, loss=held_out(model, task, seed), solutions=solutions)
                 grower.close()
-            if name.endswith("rebuilt"):
-                copied = torch.optim.AdamW(model.parameters(), RATE)
-            results[name].append(afterwards(model, copied, task, seed, later))
+            rows.add(name, seed, afterwards(model, copied, task, seed, later))
+        rows.add("wide from the start", seed, afterwards(wide, wide_optimizer, task, seed, later))
         model, copied = copy.deepcopy((base, optimizer))
         grower = observed(model, copied, task, seed)
         event = grower.grow(loss=held_out(model, task, seed))
-        recommended.append((len(event.changes), event.measured))
+        automatic.add("heads widened, change of held-out loss", seed, [len(event.changes), event.measured or 0.0])
         grower.close()
-    for name, rows in results.items():
-        print(f"  {name:28s}", "   ".join(interval(column) for column in zip(*rows, strict=True)))
-    gains = ", ".join(f"{n} heads ({0 if m is None else m:+.3f})" for n, m in recommended)
-    print(f"  grow(p='auto', heads='auto') widened, by seed: {gains}")
+        automatic.all = rows.all
+        automatic.all[automatic.part] = automatic.mine
+        rows.save()
+    print(f"\n{task.name}: 2 layers, 2 heads, width 32, k {k} -> {k + p} after {steps} steps;")
+    print(f"validation loss right after growth, and after {' and '.join(map(str, later))} more steps")
+    rows.print()
+    found = automatic.mine["heads widened, change of held-out loss"]
+    said = ", ".join(f"{n:.0f} heads ({change:+.3f})" for _, (n, change) in sorted(found.items()))
+    print(f"  grow(p='auto', heads='auto') widened, by seed: {said}")
 
 
 def afterwards(
@@ -134,38 +131,44 @@ def afterwards(
     return found
 
 
-def compare_policies(task: Task, seeds: int, steps: int, later: Sequence[int]) -> None:
+POLICIES = ("pace 3 (the default)", "pace 1", "zeros under the old step counter", "optimizer rebuilt")
+
+
+def compare_policies(
+    task: Task, rate: float, seeds: Sequence[int], steps: int, later: Sequence[int], file: Path | None
+) -> None:
     """The same growth, four ways to go on with AdamW."""
-    print(f"\noptimizer after growth: {task.name}, 1 layer, 2 heads, k 2 -> 4, {seeds} seeds; validation loss after")
-    print(f"growth, and after {' and '.join(map(str, later))} more steps")
-    ways = {"ours": SOLUTIONS, "random queries, zero keys": (random_queries,)}
-    policies = ("calibrated", "second moments only", "zeros", "rebuilt")
-    rows: dict[str, list[list[float]]] = {f"{way}: {policy}": [] for way in ways for policy in policies}
-    for seed in range(seeds):
-        torch.manual_seed(seed)
-        base = Reader(task, layers=1, key_width=2)
-        optimizer = torch.optim.AdamW(base.parameters(), RATE)
-        train(base, optimizer, task, torch.Generator().manual_seed(seed), steps)
-        for way, solutions in ways.items():
+    for way, solutions in {"ours": SOLUTIONS, "random queries, zero keys": (random_queries,)}.items():
+        rows = Rows(file, f"optimizer, rate {rate:g}: {way}")
+        for seed in seeds:
+            if rows.has(seed):
+                continue
             torch.manual_seed(seed)
-            grown, moments = copy.deepcopy((base, optimizer))
-            grower = observed(grown, moments, task, seed)
-            grower.grow(
-                2,
-                [("blocks.0.attend", 0), ("blocks.0.attend", 1)],
-                loss=held_out(grown, task, seed),
-                solutions=solutions,
-            )
-            grower.close()
-            for policy in policies:
-                model, state = copy.deepcopy((grown, moments))
-                if policy == "rebuilt":
-                    state = torch.optim.AdamW(model.parameters(), RATE)
-                elif policy != "calibrated":
-                    forget(model, state, ("exp_avg",) if policy.startswith("second") else ("exp_avg", "exp_avg_sq"))
-                rows[f"{way}: {policy}"].append(afterwards(model, state, task, seed, later))
-    for name, values in rows.items():
-        print(f"  {name:46s}", "   ".join(interval(column) for column in zip(*values, strict=True)))
+            base = Reader(task, layers=1, key_width=2)
+            optimizer = torch.optim.AdamW(base.parameters(), rate)
+            train(base, optimizer, task, torch.Generator().manual_seed(seed), steps)
+            for policy in POLICIES:
+                torch.manual_seed(seed)
+                model, state = copy.deepcopy((base, optimizer))
+                grower = observed(model, state, task, seed, **({"pace": 1.0} if policy == "pace 1" else {}))
+                grower.grow(
+                    2,
+                    [("blocks.0.attend", 0), ("blocks.0.attend", 1)],
+                    loss=held_out(model, task, seed),
+                    solutions=solutions,
+                )
+                grower.close()
+                if policy == "optimizer rebuilt":
+                    state = torch.optim.AdamW(model.parameters(), rate)
+                elif policy.startswith("zeros"):
+                    forget(model, state, ("exp_avg", "exp_avg_sq"))
+                rows.add(policy, seed, afterwards(model, state, task, seed, later))
+            rows.save()
+        print(f"\noptimizer after growth, learning rate {rate:g}, {way}: {task.name}, 1 layer, 2 heads, k 2 -> 4;")
+        print(
+            f"validation loss after growth, and after {' and '.join(map(str, later))} more steps | less the default's"
+        )
+        rows.print(against=POLICIES[0])
 
 
 def forget(model: Reader, optimizer: torch.optim.Optimizer, which: Sequence[str]) -> None:
@@ -179,11 +182,33 @@ def forget(model: Reader, optimizer: torch.optim.Optimizer, which: Sequence[str]
                 optimizer.state[parameter][key][new] = 0
 
 
-def compare_heads(task: Task, seeds: int, steps: int) -> None:
+def compare_compressed(task: Task, seeds: Sequence[int], steps: int) -> None:
+    """The refit from tokens kept exactly, and from at most 16 clusters of Gram matrices."""
+    print(f"\ncompressed statistics: {task.name}, refit, k 2 -> 4; validation loss right after growth, their error")
+    losses: dict[str, list[float]] = {"exact": [], "compressed": []}
+    errors = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        base = Reader(task, layers=1, key_width=2)
+        optimizer = torch.optim.AdamW(base.parameters(), RATE)
+        train(base, optimizer, task, torch.Generator().manual_seed(seed), steps)
+        for name, memory in (("exact", 1 << 26), ("compressed", 0)):
+            model, state = copy.deepcopy((base, optimizer))
+            grower = observed(model, state, task, seed, memory=memory)
+            errors += [x.compression_error() for x in grower.statistics.values() if memory == 0]
+            heads = [(layer, head) for layer in grower.layers for head in range(2)]
+            grower.grow(2, heads, loss=held_out(model, task, seed), solutions=(refit,))
+            losses[name].append(validation(model, task))
+    print(f"  exact {interval(losses['exact'])}   compressed {interval(losses['compressed'])}")
+    print(f"  ||N~(Z) - N(Z)|| / ||N(Z)|| of the compressed form: {interval(errors)}")
+
+
+def compare_heads(task: Task, seeds: Sequence[int], steps: int, file: Path | None) -> None:
     """2 layers of 4 heads, k = 2; one head grows by 2: the best by score, all others, the best in hindsight."""
-    print(f"\nwhich head: {task.name}, 2 layers, 4 heads, k 2 -> 4 for one head, {seeds} seeds; decrease of the loss")
-    chosen, random, oracle = [], [], []
-    for seed in range(seeds):
+    rows = Rows(file, "heads")
+    for seed in seeds:
+        if rows.has(seed):
+            continue
         torch.manual_seed(seed)
         model = Reader(task, heads=4, key_width=2)
         optimizer = torch.optim.AdamW(model.parameters(), RATE)
@@ -196,11 +221,14 @@ def compare_heads(task: Task, seeds: int, steps: int) -> None:
             grower = observed(copied, other, task, seed)
             grower.grow(2, [head], loss=held_out(copied, task, seed), solutions=(closed_form,))
             gains[head] = before - validation(copied, task)
-        chosen.append(gains[order[0]])
-        random.append(statistics.fmean(gains.values()))
-        oracle.append(max(gains.values()))
-    print(f"  highest score {interval(chosen)}   random head {interval(random)}   best in hindsight {interval(oracle)}")
-    print(f"  highest score less random: {interval([a - b for a, b in zip(chosen, random, strict=True)])}")
+        rows.add("highest score", seed, [gains[order[0]]])
+        rows.add("random head", seed, [statistics.fmean(gains.values())])
+        rows.add("best in hindsight", seed, [max(gains.values())])
+        rows.save()
+    print(f"\nwhich head: {task.name}, 2 layers, 4 heads, k 2 -> 4 for one head; decrease of the loss")
+    rows.print()
+    pairs = zip(rows.column("highest score", 0), rows.column("random head", 0), strict=True)
+    print(f"  highest score less random: {interval([a - b for a, b in pairs])}")
 
 
 class Stack(nn.Module):
@@ -292,27 +320,36 @@ def print_kinds() -> None:
         print(f"  {name:34s} {row['recipe']:.4f}   {row['metric']:.4f}   {row['refit']:.4f}   {row['free']:.4f}")
 
 
+PARTS = ("kinds", "train", "optimizer", "heads", "compressed", "cost")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("kinds", "train", "optimizer", "heads", "cost", "all"))
+    parser.add_argument("part", choices=(*PARTS, "all"))
     parser.add_argument("--quick", action="store_true", help="fewer seeds, steps and sequences")
     parser.add_argument("--seeds", type=int, default=None)
+    parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--task", choices=("lookup", "average"), default=None, help="only one task of `train`")
+    parser.add_argument("--rate", type=float, default=None, help="only one learning rate of `optimizer`")
+    parser.add_argument("--into", type=Path, default=None, metavar="FILE", help="add the seeds to those in FILE")
     options = parser.parse_args()
-    quick, parts = (
-        options.quick,
-        ("kinds", "train", "optimizer", "heads", "cost") if options.part == "all" else (options.part,),
-    )
-    seeds = options.seeds or (2 if quick else 5)
+    quick, parts = options.quick, PARTS if options.part == "all" else (options.part,)
+    count = (2 if quick else 5) if options.seeds is None else options.seeds
+    seeds = range(options.first, options.first + count)
+    steps = 150 if quick else 400
     if "kinds" in parts:
         print_kinds()
     if "train" in parts:
-        steps, later = (150, (20,)) if quick else (400, (50, 200))
         for task in (lookup(keys=128), average(keys=128)):
-            compare_training(task, seeds, steps, later)
+            if options.task in (None, task.name):
+                compare_training(task, seeds, steps, (20,) if quick else (50, 200), options.into)
     if "optimizer" in parts:
-        compare_policies(lookup(keys=128), seeds, 150 if quick else 400, (20,) if quick else (20, 50, 200))
+        for rate in (1e-3, 3e-3, 1e-2) if options.rate is None else (options.rate,):
+            compare_policies(lookup(keys=128), rate, seeds, steps, (20,) if quick else (20, 50, 200), options.into)
     if "heads" in parts:
-        compare_heads(lookup(keys=128), seeds, 150 if quick else 300)
+        compare_heads(lookup(keys=128), seeds, 150 if quick else 300, options.into)
+    if "compressed" in parts:
+        compare_compressed(lookup(keys=128), seeds, steps)
     if "cost" in parts:
         cost(16 if quick else 64, 64 if quick else 256)
 

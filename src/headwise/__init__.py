@@ -30,6 +30,7 @@ _NAMES = {
         "toeplitz_softmax",
         "uniform",
     ],
+    "headwise.grow": ["Grower"],
     "headwise.nn": ["GridAttention", "LearnedQuery", "MultiHead"],
     "headwise.theory": ["check_equivariance", "check_invariance"],
     "headwise.testing": ["assert_operator"],
@@ -40,6 +41,7 @@ _MODULES = ("cost", "errors", "examine", "grow", "linalg", "nn", "operators", "r
 if TYPE_CHECKING:
     from headwise.cost import Cost as Cost
     from headwise.errors import HeadwiseError as HeadwiseError
+    from headwise.grow import Grower as Grower
     from headwise.nn import GridAttention as GridAttention
     from headwise.nn import LearnedQuery as LearnedQuery
     from headwise.nn import MultiHead as MultiHead

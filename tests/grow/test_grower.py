@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import headwise
 from headwise.errors import InputError, NonFiniteError, ShapeError, UnsupportedError
 from headwise.grow import Grower
 from headwise.grow.baselines import gradmax, random_both, random_queries, source_recipe
+from headwise.grow.refit import refit
 from headwise.grow.search import preserving
 from headwise.grow.solve import closed_form
 from headwise.grow.tasks import Reader, Task, lookup
@@ -71,6 +73,10 @@ def assert_untouched(model: nn.Module, optimizer: torch.optim.Optimizer, before:
         assert torch.equal(now[0][name], x), name
     torch.testing.assert_close(now[1]["state"], before[1]["state"], rtol=0, atol=0)
     assert now[1]["param_groups"] == before[1]["param_groups"]
+
+
+def test_the_name_is_where_a_user_looks_for_it() -> None:
+    assert headwise.Grower is Grower
 
 
 def test_growth_lowers_the_held_out_loss_and_can_be_undone() -> None:
@@ -178,7 +184,7 @@ def test_moments_of_old_directions_are_kept_and_new_ones_do_not_leap() -> None:
     layer: MultiHead = model.blocks[0].attend
     old = {key: optimizer.state[layer.query.weight][key].clone() for key in ("exp_avg", "exp_avg_sq", "step")}
     old_key = optimizer.state[layer.key.weight]["exp_avg"].clone()
-    grower = observed(model, optimizer, batches=12)
+    grower = observed(model, optimizer, batches=12, pace=1.0)
     grower.grow(p=2, heads=[HEAD], loss=lambda: model.loss(*HELD), solutions=(closed_form,))
     state = optimizer.state[layer.query.weight]
     first, second = head_slices(layer.key_widths)
@@ -205,7 +211,7 @@ def test_calibrated_moments_are_those_of_real_gradients() -> None:
     for state in optimizer.state.values():
         state.update({key: x.double() for key, x in state.items() if x.dim()})
     layer: MultiHead = model.blocks[0].attend
-    grower = observed(model, optimizer, batches=40, rows=None)
+    grower = observed(model, optimizer, batches=40, rows=None, pace=1.0)
     grower.grow(p=2, heads=[HEAD], solutions=(closed_form,))
     state = optimizer.state[layer.query.weight]
     rows = head_slices(layer.key_widths)[1]
@@ -219,6 +225,32 @@ def test_calibrated_moments_are_those_of_real_gradients() -> None:
     assert float(torch.cosine_similarity(state["exp_avg"][rows][2:].flatten(), real.mean(0).flatten(), 0)) > 0.9
     ratio = state["exp_avg_sq"][rows][2:].mean() / real.square().mean()
     assert 0.4 < ratio < 2.5
+
+
+def test_new_directions_start_at_a_multiple_of_the_pace_and_old_ones_do_not() -> None:
+    moved = {}
+    for pace in (1.0, 3.0):
+        model, optimizer = started(lambda p: torch.optim.Adam(p, 1e-3))
+        layer: MultiHead = model.blocks[0].attend
+        grower = observed(model, optimizer, batches=12, pace=pace)
+        grower.grow(p=2, heads=[HEAD], loss=lambda m=model: m.loss(*HELD), solutions=(closed_form,))
+        second = head_slices(layer.key_widths)[1]
+        before = layer.query.weight.detach().clone()
+        optimizer.zero_grad()
+        model.loss(*TASK.draw(32, generator(6))).backward()
+        optimizer.step()
+        moved[pace] = (layer.query.weight.detach() - before)[second].abs().mean(1)
+    torch.testing.assert_close(moved[3.0][:2], moved[1.0][:2])
+    assert bool((moved[3.0][2:] > 2 * moved[1.0][2:]).all())
+    # a refit mixes all directions anew: none is younger than the others
+    model, optimizer = started(lambda p: torch.optim.Adam(p, 1e-3))
+    squares = []
+    for pace in (1.0, 3.0):
+        copied, other = copy.deepcopy((model, optimizer))
+        grower = observed(copied, other, batches=6, pace=pace)
+        grower.grow(p=2, heads=[HEAD], loss=lambda m=copied: m.loss(*HELD), solutions=(refit,))
+        squares.append(other.state[copied.blocks[0].attend.query.weight]["exp_avg_sq"])
+    torch.testing.assert_close(*squares)
 
 
 def test_mixed_precision_and_scaled_gradients() -> None:
@@ -351,6 +383,8 @@ def test_misuse_is_answered_with_a_sentence_and_the_model_is_untouched() -> None
         Grower(nn.Linear(2, 2), optimizer)
     with pytest.raises(InputError, match=r"optimizer does not hold blocks.0.attend.query.weight"):
         Grower(model, torch.optim.SGD(model.read.parameters(), 0.1))
+    with pytest.raises(InputError, match="pace must be above 0, but is 0"):
+        Grower(model, optimizer, pace=0)
     grower = Grower(model, optimizer)
     before = snapshot(model, optimizer)
     with pytest.raises(InputError, match="no backward pass has reached"):
@@ -385,6 +419,22 @@ def test_misuse_is_answered_with_a_sentence_and_the_model_is_untouched() -> None
     with pytest.raises(StopIteration):  # in the middle of the line search
         grower.grow(p=1, heads=[HEAD], loss=lambda: next(calls))
     assert_untouched(model, optimizer, before)
+
+
+def test_a_head_at_full_rank_has_no_room() -> None:
+    torch.manual_seed(0)
+    model = Reader(TASK, width=8, layers=1, heads=2, key_width=(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    grower = observed(model, optimizer)
+    before = snapshot(model, optimizer)
+    with pytest.raises(ShapeError, match=r"8 wide and at 8 it can express every bilinear score.*room for 0 more"):
+        grower.grow(p=1, heads=[("blocks.0.attend", 0)], loss=lambda: model.loss(*HELD))
+    with pytest.raises(ShapeError, match="room for 0 more"):
+        grower.grow(p="auto", heads=[("blocks.0.attend", 0)])
+    assert_untouched(model, optimizer, before)
+    assert {s.head: s.bottleneck for s in grower.scores()}[0] < 1e-12  # nothing is out of its reach
+    event = grower.grow(loss=lambda: model.loss(*HELD))  # asked in general, it is passed over
+    assert all(change.head == 1 for change in event.changes)
 
 
 def test_a_head_the_loss_does_not_see_is_named() -> None:

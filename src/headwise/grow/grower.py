@@ -42,7 +42,7 @@ from headwise.grow.solve import (
     score_change,
     shrink,
 )
-from headwise.grow.state import calibrate, exchange, holds
+from headwise.grow.state import PACE, calibrate, exchange, holds
 from headwise.grow.statistics import LayerStatistics
 from headwise.grow.watch import Watch
 from headwise.nn.multihead import MultiHead
@@ -59,6 +59,7 @@ class Grower:
 
     `rows`    query rows a sequence and batch whose scores are differentiated (drawn at random); None for all
     `memory`  bytes of tokens kept a layer for the refit and the Fisher metric; beyond them Gram matrices are clustered
+    `pace`    how much faster than old directions new ones start, under optimizers with second moments (see state.py)
     `group`   the processes that train together; statistics are reduced over them, so that all grow alike
     """
 
@@ -70,11 +71,14 @@ class Grower:
         rows: int | None = 32,
         memory: int = 1 << 26,
         folds: int = 4,
+        pace: float = PACE,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.wrapper = model if isinstance(model, DistributedDataParallel) else None
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        self.optimizer, self.group = optimizer, group
+        self.optimizer, self.group, self.pace = optimizer, group, pace
+        if not pace > 0:
+            raise InputError(f"Grower: pace must be above 0, but is {pace}; 1 is the pace of old directions")
         self._options: dict[str, Any] = {"rows": rows, "memory": memory, "folds": folds}
         self.layers = {
             name.removeprefix("_orig_mod."): module
@@ -181,7 +185,7 @@ class Grower:
         count = sum(p.numel() for p in self.model.parameters())
         changes = tuple(self._change(key, chosen[key], weights[key]) for key in weights)
         predicted = sum(predicted_change(chosen[key], weights[key]) for key in weights)
-        calibrated = {key: calibrate(chosen[key], weights[key]) for key in weights}
+        calibrated = {key: calibrate(chosen[key], weights[key], self.pace) for key in weights}
         installed = install_all(self.layers, weights)
         self._broadcast(list(dict.fromkeys(layer for layer, _ in weights)))
         exchanged = []

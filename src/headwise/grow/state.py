@@ -4,8 +4,10 @@ A query row multiplied by a has its gradient divided by a, so m -> m / a and v -
 
     m = mean gradient,   v = m^2 + (batches a fold) * variance of the gradient between folds
 
-is what the running averages would hold had the rows been there.  Zero-filled moments under an old step counter would
-let new rows step (1 - beta_1) / sqrt(1 - beta_2) = 3.2 learning rates at once; a rebuilt optimizer forgets the rest.
+is what the running averages would hold had the rows been there.  They have further to go than rows that have been
+trained, so v is divided by pace^2: new rows start `pace` times as fast, and slow down as v forgets how it began.
+Zero-filled moments under an old step counter are faster still, by as much as (1 - beta_1) / sqrt(1 - beta_2) = 3.2
+learning rates at once in an old optimizer and less in a young one; a rebuilt optimizer forgets the rest.
 The optimizer object, its groups and its schedulers stay; only the tensors inside are replaced.
 """
 
@@ -27,6 +29,10 @@ from headwise.nn.heads import head_slices
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 MEANS = ("exp_avg", "momentum_buffer", "grad_avg")
 
+PACE = 3.0
+"""Measured (benchmarks/grow.py, optimizer): better than 1 at learning rates of 1e-3, 3e-3 and 1e-2; zeros are better
+than both at the first two and worse than both at the last."""
+
 Name = tuple[str, str]
 
 
@@ -39,9 +45,10 @@ class Calibration:
     square: dict[Name, Tensor]
     kept: int
     stretch: float  # what the kept query rows were multiplied by
+    pace: float
 
 
-def calibrate(problem: Problem, grown: Factors) -> Calibration:
+def calibrate(problem: Problem, grown: Factors, pace: float = PACE) -> Calibration:
     """From M on each fold: dL/dW_q = -M W_k, dL/dW_k = -M^T W_q, brought to the layer's own scale."""
     k, width = problem.present.width, grown.width
     live = problem.shares > 0
@@ -57,7 +64,9 @@ def calibrate(problem: Problem, grown: Factors) -> Calibration:
         zero = torch.zeros_like(key[:, 0])
         return {("query", "weight"): q, ("query", "bias"): q[:, -1], ("key", "weight"): key, ("key", "bias"): zero}
 
-    return Calibration(split(mean_q, mean_k), split(square_q, square_k), k if same else 0, math.sqrt(width / k))
+    # where all directions are mixed anew, as after a refit or a shrinking, none of them is younger than the others
+    kept, pace = (k, pace) if same else (0, 1.0)
+    return Calibration(split(mean_q, mean_k), split(square_q, square_k), kept, math.sqrt(width / k), pace)
 
 
 def _moments(g: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,6 +159,7 @@ def _head_rows(key: str, old: Tensor, new: Tensor, calibration: Calibration, nam
         # a row without gradient yet (its partner is zero) borrows the pace of the old rows
         silent = (fresh.flatten(1).sum(1) if fresh.dim() > 1 else fresh) == 0
         fresh[silent] = old.mean()
+        fresh /= calibration.pace**2
     kept = calibration.kept
     if kept:
         shrink = calibration.stretch if name[0] == "query" else 1.0
