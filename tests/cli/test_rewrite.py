@@ -82,4 +82,6 @@ def test_a_file_that_is_no_program(tmp_path: Path) -> None:
 def test_without_a_kind_argparse_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(["pool"])
-    assert "invalid choice: 'pool'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "headwise rewrite conv MODEL" in error
+    assert "the following arguments are required: --plan" in error

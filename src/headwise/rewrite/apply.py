@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -39,23 +40,65 @@ class Plan(Protocol):
     def parameters(self) -> Mapping[str, Tensor]: ...
 
 
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """A plan that knows the weights it was made for."""
+
+    def check(self, model: nn.Module) -> None: ...
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Renamed:
+    """A plan for the body of a model, in the names of the whole."""
+
+    sites: Mapping[str, Sequence[Choice]]
+    length: int
+    model: Mapping[str, Any]
+    parameters: Mapping[str, Tensor]
+    original: Any
+
+    def check(self, model: nn.Module) -> None:
+        if isinstance(self.original, Fingerprinted):
+            self.original.check(model)
+
+
+def _renamed(plan: Plan, model: nn.Module, prefix: str) -> Renamed:
+    known = {prefix + site: facts for site, facts in plan.model.get("sites", {}).items()}
+    described = {**plan.model, "class": type(model).__name__, "sites": known}
+    sites = {prefix + site: choices for site, choices in plan.sites.items()}
+    parameters = {prefix + key: x for key, x in plan.parameters.items()}
+    return Renamed(sites, plan.length, described, parameters, plan)
+
+
 def rewrite(model: nn.Module, plan: Plan, *, probe: Any = None) -> tuple[nn.Module, Receipt]:
     """A copy of `model` with the plan's operators in place of its heads, and what that did.
 
     `probe` is an input, a dict of keyword arguments or a tensor, on which old and new are compared; models of
-    transformers find one of their own.
+    transformers find one of their own.  A plan made for the body of a model (LlamaModel) serves the whole model
+    (LlamaForCausalLM) too.
     """
-    check(model, plan)
-    if _is_pretrained(model):
-        from headwise.rewrite.models import default_probe, install
-
-        new = install(copy.deepcopy(model), plan)
-        probe = default_probe(model, plan.length) if probe is None else probe
-    else:
+    if not _is_pretrained(model):
         from headwise.rewrite.foreign import Rewritten
 
-        new = Rewritten(copy.deepcopy(model), plan)
-    return new, _receipt(model, new, plan, probe)
+        _check_all(model, plan, model)
+        new: nn.Module = Rewritten(copy.deepcopy(model), plan)
+        return new, _receipt(model, new, plan, probe)
+
+    from headwise.rewrite.models import body_of, default_probe, install
+
+    body, prefix = body_of(model, plan.model.get("class"))
+    plan = _renamed(plan, model, prefix) if prefix else plan
+    _check_all(model, plan, body)
+    new = install(copy.deepcopy(model), plan)
+    return new, _receipt(model, new, plan, default_probe(model, plan.length) if probe is None else probe)
+
+
+def _check_all(model: nn.Module, plan: Plan, body: nn.Module) -> None:
+    check(model, plan)
+    # a body made without its pooler is not, weight for weight, the one that was planned for
+    if isinstance(plan, Fingerprinted) and getattr(body, "pooler", body) is not None:
+        plan.check(body)
 
 
 def check(model: nn.Module, plan: Plan) -> None:

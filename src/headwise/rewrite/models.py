@@ -41,6 +41,14 @@ def install(model: Any, plan: Plan) -> nn.Module:
     return model
 
 
+def body_of(model: Any, made_for: str | None) -> tuple[nn.Module, str]:
+    """The part of `model` that a plan was made for, and the prefix of its names: the model itself, or its body."""
+    body = model.base_model
+    if body is model or made_for != type(body).__name__:
+        return model, ""
+    return body, f"{model.base_model_prefix}."
+
+
 @functools.cache  # one class a class, so that isinstance means something
 def rewritten_class(base: type) -> type:
     """`base` with Heads where its config's plan says, and a refusal of caches its heads cannot use."""
