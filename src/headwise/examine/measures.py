@@ -85,8 +85,8 @@ class Memory:
 def stream(scores: Scores, v: Tensor, *, memory: Memory | None = None) -> tuple[Streamed, Tensor]:
     """All streaming measures of one text, and its P V: q (h, m, k), k (h, n, k), v (h, n, d)."""
     memory = memory or Memory()
-    q, k, v = scores.q.float() * scores.scale, scores.k.float().contiguous(), v.float().contiguous()
-    scores = Scores(q, k, 1.0, scores.ahead, scores.keep, scores.bias)
+    q, k, v = scores.q.float(), scores.k.float().contiguous(), v.float().contiguous()
+    scores = Scores(q, k, scores.scale, scores.ahead, scores.keep, scores.bias)
     h, m, n = scores.shape
     sampled = torch.linspace(0, m - 1, min(SAMPLED, m)).round().long().tolist()
     peak, z, dot, norm = (torch.empty(h, m) for _ in range(4))
@@ -186,7 +186,7 @@ def _numbers(
 
 
 def _finite_scores(part: Scores, out: Tensor) -> Tensor:
-    s = torch.bmm(part.q, part.k.mT, out=out)
+    s = torch.baddbmm(out, part.q, part.k.mT, beta=0, alpha=part.scale, out=out)
     if part.bias is not None:
         s += part.bias
     return s if part.keep is None else s.masked_fill_(~part.keep, _SILENT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,7 @@ from torch import Tensor, nn
 from headwise.examine.intercept import Call, intercept, nothing_seen
 from headwise.examine.measures import CHUNK, Memory, Streamed, stream
 from headwise.examine.spectra import Spectral, spectra
-from headwise.linalg.norms import composite_norm
 from headwise.operators.scores import Scores
-from headwise.theory.residual import residual
 
 T = TypeVar("T")
 
@@ -101,12 +100,12 @@ def observe(
         if not outputs:
             return attention(*args, **kwargs)
         query = args[0] if args else kwargs["query"]
-        known = torch.stack(outputs).reshape(*query.shape[:-1], -1)
+        known = (torch.stack(outputs) if len(outputs) > 1 else outputs[0]).reshape(*query.shape[:-1], -1)
         outputs.clear()
         return known
 
     blocks = blocks_of(model)
-    states: dict[str, list[dict[str, Tensor]]] = {}
+    states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
         hidden_states(blocks, lambda x: [_states(one) for one in x], states),
@@ -249,7 +248,7 @@ def _family(block: str) -> str:
     return re.sub(r"\.?\d+$", "", block)
 
 
-def _states(x: Tensor) -> dict[str, Tensor]:
+def _states(x: Tensor) -> dict[str, float]:
     """What a hidden state (n, d) says of collapse.
 
     relative_residual   ||res X|| / ||X|| in the composite norm, res X = X less its row mean: 0 for equal tokens
@@ -257,22 +256,31 @@ def _states(x: Tensor) -> dict[str, Tensor]:
     mean_cosine         between two different tokens: (||sum of unit rows||^2 - n) / (n (n - 1))
     norm                root mean square length of a token
     """
-    x, n = x.double(), x.shape[-2]
-    lengths, centred = torch.linalg.vector_norm(x, dim=-1), residual(x)
-    total = lengths.square().sum()
-    unit = (1 / lengths.clamp(min=1e-12)) @ x
+    n, mean = x.shape[-2], x.mean(-2, dtype=torch.float64)
+    columns, unit = torch.zeros(2, x.shape[-1], dtype=torch.float64), torch.zeros(x.shape[-1], dtype=torch.float64)
+    highest, squares = [0.0, 0.0], [0.0, 0.0]
+    for part in x.split(512):  # in float64, a few rows at a time
+        part = part.double()
+        for i, rows in enumerate((part, part - mean)):
+            squares[i] += torch.linalg.vector_norm(rows).item() ** 2
+            sizes = rows.abs()
+            columns[i] += sizes.sum(-2)
+            highest[i] = max(highest[i], sizes.sum(-1).amax().item())
+        unit = unit + (1 / torch.linalg.vector_norm(part, dim=-1).clamp(min=1e-12)) @ part
+    one_norms = columns.amax(-1).tolist()
+    composite = [math.sqrt(one) * math.sqrt(infinity) for one, infinity in zip(one_norms, highest, strict=True)]
     return {
-        "relative_residual": composite_norm(centred) / composite_norm(x).clamp(min=1e-300),
-        "difference": torch.linalg.vector_norm(centred).square() / total.clamp(min=1e-300),
-        "mean_cosine": (unit.square().sum() - n) / max(1, n * (n - 1)),
-        "norm": (total / n).sqrt(),
+        "relative_residual": composite[1] / max(composite[0], 1e-300),
+        "difference": squares[1] / max(squares[0], 1e-300),
+        "mean_cosine": (unit.square().sum().item() - n) / max(1, n * (n - 1)),
+        "norm": math.sqrt(squares[0] / n),
     }
 
 
 # ---- putting one sequence together ----
 
 
-def _measurement(b: int, heads: list[_Head], states: dict[str, list[dict[str, Tensor]]]) -> Measurement:
+def _measurement(b: int, heads: list[_Head], states: dict[str, list[dict[str, float]]]) -> Measurement:
     sites = [head.site for head in heads]
     names = set.intersection(*(set(head.streamed.numbers) for head in heads))
     numbers = {name: torch.cat([head.streamed.numbers[name] for head in heads]) for name in sorted(names)}
@@ -309,9 +317,9 @@ def _site(call: Call, blocks: dict[str, nn.Module]) -> Site:
     return Site(call.name, call.kind, call.causal, s.shape[-3], call.groups, s.q.shape[-1], call.v.shape[-1], owner)
 
 
-def _layers(b: int, states: dict[str, list[dict[str, Tensor]]], names: list[str]) -> dict[str, Tensor]:
+def _layers(b: int, states: dict[str, list[dict[str, float]]], names: list[str]) -> dict[str, Tensor]:
     rows = [states[name][b if len(states[name]) > b else 0] for name in names]
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
+    return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in (rows[0] if rows else ())}
 
 
 def _redundancy(samples: list[Tensor]) -> Tensor:
