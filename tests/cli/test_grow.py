@@ -58,3 +58,9 @@ def test_bad_options_are_sentences(tmp_path: Path) -> None:
         grow.run(["--out", str(tmp_path / "file")])
     with pytest.raises(InputError, match="must be at least 1"):
         grow.run(["--steps", "0"])
+
+
+def test_stretches_of_one_width_meet_where_the_head_grew() -> None:
+    assert grow._spells([0, 10, 20, 30], [2, 2, 4, 4]) == [(0, 20, 2), (20, 30, 4)]
+    assert grow._spells([0, 5], [3, 3]) == [(0, 5, 3)]
+    assert grow._spells([0], [3]) == [(0, 0, 3)]

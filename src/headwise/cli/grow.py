@@ -150,25 +150,43 @@ def _dump(path: Path, moments: Sequence[Moment]) -> None:
 
 
 def _figure(out: Path, moments: Sequence[Moment]) -> Path:
-    """Widths per head as steps over training, and the loss beneath."""
+    """A row for every head, cut where it grew, shaded and labelled by its width; the loss beneath."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    heads = [(layer, head) for layer, widths in moments[0].widths.items() for head in range(len(widths))]
     steps = [m.step for m in moments]
-    for layer in moments[0].widths:
-        for head in range(len(moments[0].widths[layer])):
-            # heads of one width would hide one another
-            widths = [m.widths[layer][head] + 0.04 * head for m in moments]
-            above.step(steps, widths, where="post", marker="o", markersize=3, label=f"{layer}, head {head}")
-    above.set_ylabel("query/key width")
-    above.legend(frameon=False, fontsize="small")
+    widest = max(width for m in moments for widths in m.widths.values() for width in widths)
+    rows = 0.6 + 0.28 * len(heads)
+    figure = Figure(figsize=(7, 2.4 + rows), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(rows, 2))
+    shades = colormaps["Blues"]
+    for place, (layer, head) in enumerate(heads):
+        for start, end, width in _spells(steps, [m.widths[layer][head] for m in moments]):
+            share = width / widest
+            above.broken_barh([(start, end - start)], (place - 0.4, 0.8), color=shades(0.15 + 0.6 * share))
+            above.text((start + end) / 2, place, str(width), ha="center", va="center", fontsize="small")
+    above.set_yticks(range(len(heads)), [f"{layer}, head {head}" for layer, head in heads], fontsize="small")
+    above.invert_yaxis()
+    above.set_title("query/key width", fontsize="medium")
     below.plot(steps, [m.loss for m in moments], color="black")
     below.set_yscale("log")
     below.set_ylabel("loss on unseen data")
     below.set_xlabel("training step")
     for m in moments:
         if m.event is not None and m.event.changes:
-            for axes in (above, below):
-                axes.axvline(m.step, color="0.8", zorder=0)
+            below.axvline(m.step, color="0.8", zorder=0)
     return _write(out / "widths.png", lambda path: figure.savefig(path, dpi=120))
+
+
+def _spells(steps: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(from, to, width) for every stretch of training at one width."""
+    found: list[tuple[int, int, int]] = []
+    for step, width in zip(steps, widths, strict=True):
+        if found and found[-1][2] == width:
+            found[-1] = (found[-1][0], step, width)
+        else:
+            if found:
+                found[-1] = (found[-1][0], step, found[-1][2])
+            found.append((step, step, width))
+    return found
