@@ -82,3 +82,8 @@ def broadcasts_to(owner: str, name: str, x: Tensor, shape: Sequence[int]) -> Ten
     except RuntimeError:
         pass
     raise ShapeError(f"{owner}: {name} has shape {tuple(x.shape)}, which does not broadcast to {tuple(shape)}")
+
+
+def filled(x: Tensor, pads: Sequence[int], value: float = 0.0) -> Tensor:
+    """F.pad(x, pads), but x itself where nothing is to be added, which F.pad would copy."""
+    return torch.nn.functional.pad(x, list(pads), value=value) if any(pads) else x

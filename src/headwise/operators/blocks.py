@@ -12,7 +12,7 @@ what torch.compile traces, for it bans the overlapping views that the fast one w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -25,9 +25,15 @@ from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.scores import WIDEST
 from headwise.operators.tiles import Tiles
+from headwise.shapes import filled
 
 NEVER = -1e30
 """Score of a padded key.  Finite, so that no difference of two of them is NaN; its exponential is exactly zero."""
+
+
+GROUP = 1 << 19
+"""Elements of q or k a thread works on at once, 2 MB of single precision: larger results are new pages from the system;
+measured."""
 
 
 @final
@@ -50,6 +56,13 @@ class Piece:
             seen = torch.ones(self.rows.size, self.columns.size, dtype=torch.bool, device=device)
             return seen.triu_(1)
         return None if self.mask is None else ~self.mask
+
+    def runs(self, most: int) -> list[Piece]:
+        """The same piece in pieces of at most `most` blocks."""
+        if self.rows.blocks <= most:
+            return [self]
+        starts = range(0, self.rows.blocks, most)
+        return [replace(self, rows=self.rows.run(i, most), columns=self.columns.run(i, most)) for i in starts]
 
     def multiply_adds(self, width: int) -> int:
         return self.rows.blocks * self.rows.size * self.columns.size * 2 * width
@@ -174,8 +187,16 @@ class Merge:
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v = tensors
-        total, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], NEVER)
-        for piece in self.pieces:
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], NEVER)
+        pieces, groups = self._in_turn(q)
+        for some in groups:
+            self._forward(pieces, *(x[some] for x in (q, k, v, out, lse)))
+        silent = lse < NEVER / 2
+        return out.masked_fill_(silent.unsqueeze(-1), 0) if silent.any() else out, lse
+
+    def _forward(self, pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor, total: Tensor, lse: Tensor) -> None:
+        """P v into `total`, which is zero, and its log-sum-exp into `lse`, which is NEVER."""
+        for piece in pieces:
             mask, hidden = _float_mask(piece, q)
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 piece.rows.view(q),
@@ -197,13 +218,30 @@ class Merge:
                 there.mul_((there_lse - merged).exp_().unsqueeze(-1))
                 there.addcmul_(part, (part_lse - merged).exp_().unsqueeze(-1))
                 there_lse.copy_(merged)
-        return total.masked_fill_((lse < NEVER / 2).unsqueeze(-1), 0), lse
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, out, lse = tensors
         totals = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        pull = pull.masked_fill((lse < NEVER / 2).unsqueeze(-1), 0)
-        for piece in self.pieces:
+        silent = lse < NEVER / 2
+        pull = pull.masked_fill(silent.unsqueeze(-1), 0) if silent.any() else pull
+        pieces, groups = self._in_turn(q)
+        for some in groups:
+            self._pull(pieces, *(x[some] for x in (pull, q, k, v, out, lse, *totals)))
+        return totals
+
+    def _pull(
+        self,
+        pieces: list[Piece],
+        pull: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *totals: Tensor,
+    ) -> None:
+        """Gradients added to `totals`."""
+        for piece in pieces:
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 piece.rows.view(pull),
                 piece.rows.view(q),
@@ -218,7 +256,14 @@ class Merge:
             )
             for tiles, total, part in zip((piece.rows, piece.columns, piece.columns), totals, parts, strict=True):
                 tiles.add_to(total, part)
-        return totals
+
+    def _in_turn(self, q: Tensor) -> tuple[list[Piece], list[slice]]:
+        """Pieces of a few blocks, a few members of the batch: what one leaves behind fits where the last one was."""
+        b, n, c = q.shape
+        room = GROUP * torch.get_num_threads()
+        size = max(1, room // (n * c))
+        pieces = [run for piece in self.pieces for run in piece.runs(max(1, room // (size * piece.columns.size * c)))]
+        return pieces, [slice(start, start + size) for start in range(0, b, size)]
 
     def plain(self, *tensors: Tensor) -> Tensor:
         q, k, v = tensors
@@ -275,4 +320,4 @@ def _float_mask(piece: Piece, like: Tensor) -> tuple[Tensor | None, Tensor | Non
 def _one_width(*tensors: Tensor) -> list[Tensor]:
     """Zero columns added until all are as wide as the widest: the kernel knows one width only."""
     width = max(x.shape[-1] for x in tensors)
-    return [F.pad(x, (0, width - x.shape[-1])) for x in tensors]
+    return [filled(x, (0, width - x.shape[-1])) for x in tensors]

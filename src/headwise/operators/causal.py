@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from headwise.shapes import filled
 
 Part = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(a, b, v) -> sum_j f(a_i, b_j) v_j over all j, or over j <= i: rows a (*batch, m, k), b (*batch, n, k)."""
@@ -23,7 +24,7 @@ def causal_apply(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, v: Tenso
     out = triangle(a[..., silent:, :], b[..., ahead:, :], v[..., ahead:, :])
     if ahead:
         out = out + rectangle(a, b[..., :ahead, :], v[..., :ahead, :])
-    return F.pad(out, (0, 0, silent, 0))
+    return filled(out, (0, 0, silent, 0))
 
 
 def causal_adjoint(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, u: Tensor) -> Tensor:

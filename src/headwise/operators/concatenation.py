@@ -26,7 +26,7 @@ from headwise.operators.claims import Claim
 from headwise.operators.row_blocks import adjoint_rows, apply_rows
 from headwise.operators.similarity import Embedding, embed
 from headwise.operators.visibility import Visibility, visibility
-from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind
+from headwise.shapes import all_finite, broadcast_batch, filled, no_empty_axis, same_kind
 
 LEAF = 64
 """Side of the diagonal blocks that the causal form computes entry by entry."""
@@ -166,7 +166,7 @@ def _runs(x: Tensor, size: int) -> Tensor:
     """(*batch, n, d) -> (*batch, runs, size, d), filled up with zeros."""
     n = x.shape[-2]
     runs = -(-n // size)
-    return F.pad(x, (0, 0, 0, runs * size - n)).unflatten(-2, (runs, size))
+    return filled(x, (0, 0, 0, runs * size - n)).unflatten(-2, (runs, size))
 
 
 def _triangle_cost(n: int, d: int) -> Cost:

@@ -21,7 +21,7 @@ from headwise.operators.claims import Claim
 from headwise.operators.row_blocks import adjoint_rows, apply_rows
 from headwise.operators.similarity import Embedding, embed
 from headwise.operators.visibility import Visibility, visibility
-from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_axis, same_kind
+from headwise.shapes import all_finite, broadcast_batch, filled, no_empty_axis, same_axis, same_kind
 
 SHORTEST_BLOCK = 64
 
@@ -106,7 +106,7 @@ def _triangle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """tril(Q K^T) V: inside a block as written, between blocks through the running sum of K^T V."""
     n = q.shape[-2]
     block, blocks = _blocks(n, q.shape[-1])
-    q, k, v = (F.pad(x, (0, 0, 0, blocks * block - n)).unflatten(-2, (blocks, block)) for x in (q, k, v))
+    q, k, v = (filled(x, (0, 0, 0, blocks * block - n)).unflatten(-2, (blocks, block)) for x in (q, k, v))
     out = (q @ k.mT).tril() @ v
     if blocks > 1:
         sums = (k[..., :-1, :, :].mT @ v[..., :-1, :, :]).cumsum(-3)

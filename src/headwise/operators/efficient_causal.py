@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
@@ -19,6 +18,7 @@ from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.pair import Pair, pair
 from headwise.operators.prefix import Blocks, blocked, blocked_absence
+from headwise.shapes import filled
 
 BLOCK = 64
 """Positions in a block: the work inside blocks then equals that on the states when k = d = 64."""
@@ -55,9 +55,9 @@ class EfficientCausal(AttentionOperator):
         x = blocked(x, block)
         # queries sit at the last positions: zeros before them, and those before the first key see nothing
         features = torch.softmax(self.both.q.to(compute) * self.both.scale, dim=-1)[..., max(0, m - n) :, :]
-        features = blocked(F.pad(features, (0, 0, max(0, n - m), 0)), block)
+        features = blocked(filled(features, (0, 0, max(0, n - m), 0)), block)
         out = blocks.attend(features, x, x).flatten(-3, -2)[..., max(0, n - m) : n, :]
-        return F.pad(out, (0, 0, max(0, m - n), 0)).to(v.dtype)
+        return filled(out, (0, 0, max(0, m - n), 0)).to(v.dtype)
 
     def cost(self, d: int) -> Cost:
         """States read and written, and the weights inside blocks, of which half are hidden."""

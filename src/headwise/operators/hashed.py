@@ -23,7 +23,7 @@ from headwise.operators.claims import Claim
 from headwise.operators.pair import Pair, pair, self_attention
 from headwise.operators.rounds import GROUP, Rounds
 from headwise.operators.scores import WIDEST
-from headwise.shapes import same_axis
+from headwise.shapes import filled, same_axis
 
 ITSELF = -1e5
 """Score of a position with itself when queries and keys are shared: it matters only where there is nothing else."""
@@ -64,7 +64,7 @@ class Hashed(AttentionOperator):
             return torch.cat([self.apply(part) for part in v.split(WIDEST, dim=-1)], dim=-1)
         q, k, x, own, others, batch = self._flat(v, hide=True)
         width = max(q.shape[-1], x.shape[-1])  # the kernel knows one width only
-        q, k, x = (F.pad(y, (0, width - y.shape[-1])) for y in (q, k, x))
+        q, k, x = (filled(y, (0, width - y.shape[-1])) for y in (q, k, x))
         out = fused.run(Rounds(self.chunk, self.both.scale), q, k, x, own, *others)[..., : v.shape[-1]]
         out = out.reshape(*batch, *out.shape[-2:])
         return self._heard(out).to(v.dtype)
@@ -191,7 +191,7 @@ def _sorted(x: Tensor, rotations: Tensor, both: Pair, chunk: int) -> tuple[Tenso
     bucket = bucket.expand(*both.batch, *bucket.shape[-2:])
     order = torch.sort(bucket, dim=-1, stable=True).indices
     place = torch.zeros_like(order).scatter(-1, order, torch.arange(n, device=x.device).expand(order.shape))
-    return F.pad(order, (0, -n % chunk), value=n), place
+    return filled(order, (0, -n % chunk), value=n), place
 
 
 def _masks(

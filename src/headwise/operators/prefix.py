@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import NonFiniteError
+from headwise.shapes import filled
 
 RISE = {torch.float32: 120.0, torch.float64: 1200.0}
 """How much a running maximum may rise inside a block: exponentials of half of it stay far from overflow."""
@@ -86,14 +87,14 @@ class Blocks:
 
 def blocked(x: Tensor, block: int) -> Tensor:
     """(*batch, n, c) -> (*batch, t, block, c), zeros at the end."""
-    return F.pad(x, (0, 0, 0, -x.shape[-2] % block)).unflatten(-2, (-1, block))
+    return filled(x, (0, 0, 0, -x.shape[-2] % block)).unflatten(-2, (-1, block))
 
 
 def blocked_absence(keep: Tensor | None, n: int, block: int, device: torch.device) -> Tensor:
     """Which positions of `blocked` are not there: padding, or beyond the end; (*batch, t, block, 1)."""
     real = torch.arange(n + -n % block, device=device) < n
     if keep is not None:
-        real = real & F.pad(keep, (0, -n % block))
+        real = real & filled(keep, (0, -n % block))
     return ~real.unflatten(-1, (-1, block)).unsqueeze(-1)
 
 

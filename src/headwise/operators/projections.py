@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import ShapeError
+from headwise.shapes import filled
 
 
 class Projection(ABC):
@@ -175,9 +175,7 @@ class Pooling(Projection):
         return there.clamp(min=1).double() / self._sizes(keep).squeeze(-1)
 
     def _segments(self, x: Tensor) -> Tensor:
-        short = self.slots * self.size - self.length
-        x = F.pad(x, (0, 0, 0, short)) if short else x  # padding by nothing is a copy
-        return x.unflatten(-2, (self.slots, self.size))
+        return filled(x, (0, 0, 0, self.slots * self.size - self.length)).unflatten(-2, (self.slots, self.size))
 
     def _sizes(self, x: Tensor) -> Tensor:
         starts = torch.arange(0, self.length, self.size, device=x.device)
@@ -253,7 +251,7 @@ class Convolution(Projection):
         """(*batch, n, c) -> (*batch, r, c, w)"""
         width = self.weight.shape[0]
         reach = (self.slots - 1) * self.stride + width
-        x = F.pad(x, (0, 0, 0, max(0, reach - self.length)))[..., :reach, :]
+        x = filled(x, (0, 0, 0, max(0, reach - self.length)))[..., :reach, :]
         return x.unfold(-2, width, self.stride)
 
 
@@ -282,7 +280,7 @@ class Hadamard(Projection):
 
     def apply(self, x: Tensor) -> Tensor:
         x = x * self.sign.to(x.dtype).unsqueeze(-1)
-        x = self._transform(F.pad(x, (0, 0, 0, (1 << self.steps) - self.length)))
+        x = self._transform(filled(x, (0, 0, 0, (1 << self.steps) - self.length)))
         return x.index_select(-2, self.rows) / math.sqrt(self.slots)
 
     def adjoint(self, y: Tensor) -> Tensor:

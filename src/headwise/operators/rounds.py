@@ -21,8 +21,8 @@ from torch import Tensor
 NEVER = -1e30
 """Score of a pair that does not count: its exponential is exactly zero beside any other."""
 
-GROUP = 1 << 22
-"""Scores of one round worked on at once (16 MB in single precision): larger pieces are new pages from the system."""
+GROUP = 1 << 20
+"""Scores of one round worked on at once (4 MB in single precision): larger pieces are new pages from the system."""
 
 
 @final

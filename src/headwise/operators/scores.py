@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from headwise.shapes import broadcast_batch
+from headwise.shapes import broadcast_batch, filled
 
 WIDEST = 512
 """Columns in one call of the fused kernel; measured per column, wider calls stop getting cheaper."""
@@ -219,7 +219,7 @@ def _one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     several narrow ones would repeat.
     """
     width = max(q.shape[-1], v.shape[-1])
-    q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    q, k, v = (filled(x, (0, width - x.shape[-1])) for x in (q, k, v))
     # the kernel called directly does not look: it takes every last axis for contiguous
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v

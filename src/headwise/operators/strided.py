@@ -19,7 +19,7 @@ from headwise.operators.claims import Claim
 from headwise.operators.compose import Product, product
 from headwise.operators.pair import Pair, pair, self_attention
 from headwise.operators.tiles import Tiles
-from headwise.operators.window import window
+from headwise.operators.window import band, window
 
 
 @final
@@ -27,7 +27,7 @@ from headwise.operators.window import window
 class Strided(BlockOperator):
     """Softmax over a band and over the column of every stride-th position through the query.
 
-    The columns are `stride` dense attentions of n / stride positions each, the band is blocks beside it; positions in
+    The columns are `stride` dense attentions of n / stride positions each, the band is that of a window; positions in
     both (i, i - l, i + l) count once.
     """
 
@@ -89,30 +89,11 @@ def columns(n: int, stride: int, causal: bool) -> list[Piece]:
 
 
 def _band(n: int, stride: int, causal: bool, device: torch.device) -> list[Piece]:
-    """0 < |i - j| < stride: the block of a query and its neighbours, in blocks of `stride`."""
+    """0 < |i - j| < stride, for the columns have the rest of |i - j| <= stride."""
     if stride == 1:
         return []
-    t = torch.arange(stride, device=device)
-    own = t[None] < t[:, None] if causal else t[None] != t[:, None]
-    pieces = _shifted(n, stride, 0, own) + _shifted(n, stride, -1, t[None] > t[:, None])
-    return pieces if causal else pieces + _shifted(n, stride, 1, t[None] < t[:, None])
-
-
-def _shifted(n: int, stride: int, shift: int, mask: Tensor) -> list[Piece]:
-    """Query blocks against the key blocks `shift` further on; what is left at the end is a piece of its own."""
-    whole, rest = divmod(n, stride)
-    count = whole - abs(shift)
-    begin = max(0, -shift) * stride
-    pieces = []
-    if count > 0:
-        rows = Tiles(begin, count, stride, stride)
-        pieces.append(Piece(rows, Tiles(begin + shift * stride, count, stride, stride), first=False, mask=mask))
-    last = (whole - max(0, shift)) * stride  # the block of queries that is short, or whose keys are
-    if rest and last >= 0 and last + shift * stride >= 0:
-        rows, keys = (rest if shift <= 0 else stride), (rest if shift >= 0 else stride)
-        tiles = Tiles(last, 1, 0, rows), Tiles(last + shift * stride, 1, 0, keys)
-        pieces.append(Piece(*tiles, first=False, mask=mask[:rows, :keys]))
-    return pieces
+    before, after = stride - 1, 0 if causal else stride - 1
+    return band(n, n, before, after, start=0, bands=min(n, before), itself=False, first=False, device=device)
 
 
 def near_root(n: int) -> int:

@@ -40,6 +40,12 @@ class Tiles:
         """Positions in one block as the kernel sees it."""
         return self.count * self.length if self.shared else self.length
 
+    def run(self, first: int, most: int) -> Tiles:
+        """Blocks first .. first + most, as far as there are any."""
+        if self.shared:
+            return replace(self, shared=min(most, self.shared - first))
+        return replace(self, start=self.start + self.jump * first, count=min(most, self.count - first))
+
     def index(self, device: torch.device | None = None) -> Tensor:
         """Positions (blocks, size)."""
         b, t = torch.arange(self.count, device=device), torch.arange(self.length, device=device)

@@ -81,38 +81,63 @@ def _pieces(
     ahead = n - m
     looking = 0 if causal else max(0, tokens - ahead)  # queries that are global tokens and see everything
 
-    def edge(first: int, last: int, left: int, right: int, tokens: int) -> list[Piece]:
-        """Positions first..last against keys left..right, as one masked block."""
-        if first >= last or left >= right:
-            return []
-        rows, columns = Tiles(first - ahead, 1, 0, last - first), Tiles(left, 1, 0, right - left)
-        if left >= last - 1 - before and right - 1 <= first + after:  # every band holds every key
-            return [Piece(rows, columns, first=True)]
-        i, j = torch.arange(first, last, device=device)[:, None], torch.arange(left, right, device=device)
-        seen = (j >= i - before) & (j <= i + after) | (j < tokens)
-        seen = seen & (j <= i) if causal else seen
-        return [Piece(rows, columns, first=True, mask=seen)]
-
     def everything(first: int, last: int, keys: int, fresh: bool) -> list[Piece]:
         if first >= last or not keys:
             return []
         return [Piece(Tiles(first - ahead, 1, 0, last - first), Tiles(0, 1, 0, keys), first=fresh)]
 
-    block = 64 if before + after < 512 else 128
-    # bands that begin after the global tokens and end before the last key
+    # bands begin after the global tokens; before that, tokens and neighbours are one masked block
     start = min(n, max(ahead + looking, tokens + before))
-    count = max(0, n - after - start) // block
-    stop = start + count * block
-    bands = []
+    near = band(m, n, before, after, start=ahead + looking, bands=start, tokens=tokens, causal=causal, device=device)
+    return *everything(ahead, ahead + looking, n, True), *near, *everything(start, n, tokens, False)
+
+
+def band(
+    m: int,
+    n: int,
+    before: int,
+    after: int,
+    *,
+    start: int,
+    bands: int,
+    device: torch.device,
+    tokens: int = 0,
+    causal: bool = False,
+    itself: bool = True,
+    first: bool = True,
+) -> list[Piece]:
+    """Positions start..n against the `before` keys before and `after` keys after them, and themselves if `itself`.
+
+    From position `bands` on, blocks of queries meet overlapping bands of keys; before it the first `tokens` keys are
+    seen too.  `first` is that of every piece.
+    """
+    ahead = n - m
+
+    def seen(i: Tensor, j: Tensor) -> Tensor:
+        near = (j >= i - before) & (j <= i + after)
+        return near if itself else near & (j != i)
+
+    def edge(top: int, bottom: int, left: int, right: int, tokens: int) -> list[Piece]:
+        """Positions top..bottom against keys left..right, as one masked block."""
+        if top >= bottom or left >= right:
+            return []
+        rows, columns = Tiles(top - ahead, 1, 0, bottom - top), Tiles(left, 1, 0, right - left)
+        if itself and left >= bottom - 1 - before and right - 1 <= top + after:  # every band holds every key
+            return [Piece(rows, columns, first)]
+        i, j = torch.arange(top, bottom, device=device)[:, None], torch.arange(left, right, device=device)
+        mask = seen(i, j) | (j < tokens)
+        return [Piece(rows, columns, first, mask=mask & (j <= i) if causal else mask)]
+
+    block = 64 if before + after < 512 else 128
+    count = max(0, n - after - bands) // block
+    stop = bands + count * block
+    middle = []
     if count:
         i, j = torch.arange(block, device=device)[:, None], torch.arange(-before, block + after, device=device)
-        mask = (j >= i - before) & (j <= i + after)
-        columns = Tiles(start - before, count, block, before + block + after)
-        bands = [Piece(Tiles(start - ahead, count, block, block), columns, first=True, mask=mask)]
-    return (
-        *everything(ahead, ahead + looking, n, True),
-        *edge(ahead + looking, start, 0, min(n, start + after), tokens),
-        *bands,
+        columns = Tiles(bands - before, count, block, before + block + after)
+        middle = [Piece(Tiles(bands - ahead, count, block, block), columns, first, mask=seen(i, j))]
+    return [
+        *edge(start, bands, 0, min(n, bands + after), tokens),
+        *middle,
         *edge(stop, n, max(tokens, stop - before), n, 0),
-        *everything(start, n, tokens, False),
-    )
+    ]
