@@ -6,11 +6,12 @@ of positive features is Choromanski et al. 2020 (Performer), learned to imitate 
 LoLCATs).  Here every key is either near or far, never both, so a head that is local needs nothing from the features
 and one that looks everywhere nothing from the window.  The sums over far keys are running sums over blocks, from the
 left and (unless causal) from the right.  O(n (block + r) (k + d)), no tensor grows with n^2, and nothing learned
-depends on n.
+depends on n.  All blocks are one batch of small dense products, which torch differentiates and compiles as they are.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -21,12 +22,12 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators.base import AttentionOperator
-from headwise.operators.blocks import NEVER, Piece, Union
 from headwise.operators.claims import Claim
 from headwise.operators.pair import Pair, pair, self_attention
-from headwise.operators.scores import WIDEST
-from headwise.operators.tiles import Tiles
 from headwise.shapes import all_finite, broadcast_batch, broadcasts_to, same_axis
+
+LOWEST = -1e30
+"""Score of a key that is not there, before the largest of its block is subtracted: finite, so no difference is NaN."""
 
 
 @final
@@ -64,73 +65,133 @@ class NearFar(AttentionOperator):
         return frozenset(promised | {Claim.CAUSAL} if self.causal else promised)
 
     def apply(self, v: Tensor) -> Tensor:
-        far = self._far()
-        batch = torch.broadcast_shapes(self.shape[:-2], v.shape[:-2])
-        rows = [x.expand(*batch, *x.shape[-2:]) for x in (self._means(far, v).to(v.dtype), v)]
-        return self._union(far).apply(torch.cat(rows, dim=-2))
+        far, x = self._far(), self._real(v).to(torch.promote_types(v.dtype, torch.float32))
+        q, k = self._blocked(self.both.q.to(x.dtype)), self._windows(self.both.k.to(x.dtype), 0.0)
+        near, lse = _near(q, k, self._windows(x, 0.0), self._hidden(), self.both.scale)
+        out = _merged(near, lse, self._others(far, x.dtype), self._beside(self._means(far, x), x))
+        out = out.flatten(-3, -2)[..., : self.both.n - self.first, :]
+        if not self.first:
+            return out.to(v.dtype)
+        ahead = _softmax(self._ahead(x.dtype))
+        head = ahead @ x[..., : ahead.shape[-1], :]
+        batch = torch.broadcast_shapes(out.shape[:-2], head.shape[:-2])
+        return torch.cat([y.expand(*batch, *y.shape[-2:]) for y in (head, out)], dim=-2).to(v.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        far, slots = self._far(), self.blocks * self.a.shape[-2]
-        out = self._union(far).adjoint(u)
-        rest = out[..., slots:, :]
-        pull = torch.func.vjp(lambda v: self._means(far, v), torch.zeros_like(rest))[1]
-        return rest + pull(out[..., :slots, :].to(far.weights.dtype))[0].to(u.dtype)
+        far, y = self._far(), u.to(torch.promote_types(u.dtype, torch.float32))
+        q, k = self._blocked(self.both.q.to(y.dtype)), self._windows(self.both.k.to(y.dtype), 0.0)
+        scores = (self.both.scale * (q @ k.mT)).masked_fill(self._hidden(), -math.inf), self._others(far, y.dtype)
+        batch = torch.broadcast_shapes(*(x.shape[:-1] for x in scores))
+        weights = _softmax(torch.cat([x.expand(*batch, x.shape[-1]) for x in scores], dim=-1))
+        rows = weights.mT @ self._blocked(y)
+        width = k.shape[-2]
+
+        def columns(x: Tensor) -> tuple[Tensor, Tensor]:
+            return self._windows(x, 0.0), self._beside(self._means(far, x), x)
+
+        shapes, pull = torch.func.vjp(columns, rows.new_zeros(*rows.shape[:-3], *y.shape[-2:]))
+        parts = rows[..., :width, :], rows[..., width:, :]
+        out = pull(tuple(part.expand(shape.shape) for part, shape in zip(parts, shapes, strict=True)))[0]
+        if self.first:
+            ahead = _softmax(self._ahead(y.dtype)).mT @ y[..., : self.first, :]
+            out = out + F.pad(ahead, (0, 0, 0, out.shape[-2] - ahead.shape[-2]))
+        return self._real(out).to(u.dtype)
 
     def cost(self, d: int) -> Cost:
-        n, r, k = self.blocks * self.block, self.a.shape[-2], self.a.shape[-1]
-        features = Cost(n * r * (k + d), n * r + 2 * self.blocks * r * d, 2).times(self.shape[:-2].numel())
-        work = sum(piece.multiply_adds(w) for piece in self._pieces() for w in _widths(k + 1 + self._padded, d))
-        return features + Cost(work, self.both.n * (max(k, d) + 2)).times(self.shape[:-2].numel())
+        copies, r, k = self.shape[:-2].numel(), self.a.shape[-2], self.a.shape[-1]
+        n, rows = self.both.n, self.blocks * self.block
+        features = n * r * k + rows * r * d
+        near = rows * (self._width - r - self.first) * (k + d)
+        others = (r + self.first) * (n * k + rows * d)
+        ahead = self.first * (self.first if self.causal else n) * (k + d)
+        scalars = rows * (r + self._width) + self.blocks * (r + self.first) * d
+        return Cost(features + near + others + ahead, scalars, 4).times(copies)
 
     def adjoint_cost(self, d: int) -> Cost:
         n, r = self.blocks * self.block, self.a.shape[-2]
         return self.cost(d) + Cost(n * r * d).times(self.shape[:-2].numel())  # a vjp runs forward first
 
     @property
-    def _padded(self) -> bool:
-        return self.both.keep is not None
+    def _width(self) -> int:
+        """Columns a query sees: its own block and those beside it, the slots, the first keys."""
+        return (2 if self.causal else 3) * self.block + self.a.shape[-2] + self.first
 
-    def _pieces(self) -> tuple[Piece, ...]:
-        return _pieces(self.both.n, self.block, self.first, self.blocks, self.a.shape[-2], self.causal, self.a.device)
+    def _others(self, far: Far, dtype: torch.dtype) -> Tensor:
+        """Scores of slots and first keys: (*batch, blocks, block, r + first)"""
+        masses = (far.masses().to(dtype) + self.c.to(dtype).unsqueeze(-2)).unsqueeze(-1)
+        a, k = self.a.to(dtype), self.both.k[..., : self.first, :].to(dtype)
+        batch = torch.broadcast_shapes(a.shape[:-2], k.shape[:-2])
+        keys = torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (a, k)], dim=-2)
+        # one product for all blocks, for they share a and the first keys
+        return (
+            self._blocked(self.both.scale * (self.both.q.to(dtype) @ keys.mT))
+            + self._beside(masses, self._seen(dtype)).mT
+        )
 
-    def _union(self, far: Far) -> Union:
-        """One row of keys: r slots for each block, then the n keys; a last column holds the logarithms of masses."""
-        bias = (far.masses() + self.c.unsqueeze(-2)).clamp(min=NEVER) / self.both.scale  # (*batch, blocks, r)
-        batch = torch.broadcast_shapes(self.shape[:-2], bias.shape[:-2])
-        a, k, q = (x.to(bias.dtype) for x in (self.a, self.both.k, self.both.q))  # half precision has no NEVER
-        a = a.unsqueeze(-3).expand(*batch, *bias.shape[-2:], a.shape[-1])
-        slots = torch.cat([a, bias.expand(a.shape[:-1]).unsqueeze(-1)], dim=-1).flatten(-3, -2)
-        keys = F.pad(k, (0, 1))
-        keys = torch.cat([slots, keys.expand(*batch, *keys.shape[-2:])], dim=-2)
-        keep = self.both.keep
-        seen = None if keep is None else F.pad(keep, (slots.shape[-2], 0), value=True)
-        return Union(F.pad(q, (0, 1), value=1.0), keys, self.both.scale, self._pieces(), seen)
+    def _hidden(self) -> Tensor:
+        """True at keys of the blocks beside that are not there or come later: (*batch, blocks, block or 1, ·)"""
+        device = self.both.q.device
+        there = torch.ones(self.both.n, device=device) if self.both.keep is None else self.both.keep.float()
+        hidden = self._windows(there.unsqueeze(-1), 0.0).mT == 0
+        if self.causal:
+            i, j = torch.arange(self.block, device=device)[:, None], torch.arange(2 * self.block, device=device)
+            hidden = hidden | (j > i + self.block)
+        return hidden
+
+    def _ahead(self, dtype: torch.dtype) -> Tensor:
+        """Scores of the first queries: (*batch, first, n), or of the first keys alone."""
+        q, k = self.both.q[..., : self.first, :].to(dtype), self.both.k.to(dtype)
+        columns = self.first if self.causal else self.both.n
+        scores = self.both.scale * (q @ k[..., :columns, :].mT) + self._seen(dtype)[..., :columns, :].mT
+        if not self.causal:
+            return scores
+        return scores.masked_fill(torch.ones(columns, columns, dtype=torch.bool, device=q.device).triu(1), -math.inf)
+
+    def _seen(self, dtype: torch.dtype) -> Tensor:
+        """0 at keys that are there and -inf at others: (*batch, n, 1)"""
+        zeros = torch.zeros(self.both.n, dtype=dtype, device=self.both.q.device)
+        return (zeros if self.both.keep is None else zeros.masked_fill(~self.both.keep, -math.inf)).unsqueeze(-1)
+
+    def _beside(self, slots: Tensor, x: Tensor) -> Tensor:
+        """slots (*batch, blocks or 1, r, c), and the first rows of x (*batch, n, c): (*batch, blocks, r + first, c)"""
+        parts = [slots, x[..., None, : self.first, :]]
+        batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))
+        return torch.cat([y.expand(*batch, self.blocks, *y.shape[-2:]) for y in parts], dim=-2)
+
+    def _windows(self, x: Tensor, fill: float) -> Tensor:
+        """(*batch, n, c) -> (*batch, blocks, 2 or 3 times block, c): each block with those beside it."""
+        after = 0 if self.causal else self.block
+        x = x[..., self.first :, :]
+        short = self.blocks * self.block - x.shape[-2]
+        x = F.pad(x, (0, 0, self.block, short + after), value=fill)
+        return x.unfold(-2, 2 * self.block + after, self.block).mT
+
+    def _blocked(self, x: Tensor) -> Tensor:
+        """(*batch, n, c) -> (*batch, blocks, block, c), without the first rows, zeros at the end."""
+        x = x[..., self.first :, :]
+        return F.pad(x, (0, 0, 0, self.blocks * self.block - x.shape[-2])).unflatten(-2, (self.blocks, self.block))
+
+    def _real(self, x: Tensor) -> Tensor:
+        return x if self.both.keep is None else x.masked_fill(~self.both.keep.unsqueeze(-1), 0)
 
     def _far(self) -> Far:
         dtype = torch.promote_types(self.both.k.dtype, torch.float32)
-        scores = self.both.scale * (self._blocked(self.both.k).to(dtype) @ self.b.to(dtype).mT.unsqueeze(-3))
+        scores = self._blocked(self.both.scale * (self.both.k.to(dtype) @ self.b.to(dtype).mT))
         keep = self.both.keep
         there = torch.ones(self.both.n, 1, dtype=torch.bool, device=scores.device)
         hidden = ~self._blocked(there if keep is None else keep.unsqueeze(-1))
-        scores = scores.masked_fill(hidden, NEVER)
-        # every block has a shift of its own, and sums over blocks are in double precision: what is small is not lost
+        scores = scores.masked_fill(hidden, LOWEST)
+        # every block has a shift of its own, so that what is small beside others' is not lost
         tops = scores.detach().amax(-2, keepdim=True)
         top = tops.amax(-3, keepdim=True)
-        weights, share = (scores - tops).exp().masked_fill(hidden, 0), (tops - top).double().exp()
+        weights, share = (scores - tops).exp().masked_fill(hidden, 0), (tops - top).to(_range(tops, top)).exp()
         sums = _elsewhere(weights.sum(-2, keepdim=True) * share, self.causal)
         return Far(weights, share, sums, top)
 
     def _means(self, far: Far, v: Tensor) -> Tensor:
-        """Means of the far values: (*batch, n, d) -> (*batch, blocks r, d)"""
-        x = v.to(far.weights.dtype)
-        x = x if self.both.keep is None else x.masked_fill(~self.both.keep.unsqueeze(-1), 0)
-        total = _elsewhere((far.weights.mT @ self._blocked(x)) * far.share.mT, self.causal)
-        return (total / far.sums.masked_fill(far.empty, 1).mT).flatten(-3, -2).to(x.dtype)
-
-    def _blocked(self, x: Tensor) -> Tensor:
-        """(*batch, n, c) -> (*batch, blocks, block, c), without the first keys, zeros at the end."""
-        x = x[..., self.first :, :]
-        return F.pad(x, (0, 0, 0, self.blocks * self.block - x.shape[-2])).unflatten(-2, (self.blocks, self.block))
+        """Means of the far values: (*batch, n, d) -> (*batch, blocks, r, d)"""
+        total = _elsewhere((far.weights.mT @ self._blocked(v)) * far.share.mT, self.causal)
+        return (total / far.sums.masked_fill(far.empty, 1).mT).to(v.dtype)
 
 
 @final
@@ -145,24 +206,72 @@ class Far:
 
     @property
     def empty(self) -> Tensor:
-        return self.sums <= 1e-300
+        return self.sums == 0
 
     def masses(self) -> Tensor:
-        """log sum over far j of exp(s b . k_j): (*batch, blocks, r), NEVER where there is none."""
+        """log sum over far j of exp(s b . k_j): (*batch, blocks, r), -inf where there is none."""
         logs = self.sums.masked_fill(self.empty, 1).log() + self.top
-        return logs.masked_fill(self.empty, NEVER).squeeze(-2).to(self.weights.dtype)
+        return logs.masked_fill(self.empty, -math.inf).squeeze(-2)
+
+
+def _range(tops: Tensor, top: Tensor) -> torch.dtype:
+    """What sums over blocks are taken in: double precision where single would lose whole blocks, or cannot be asked."""
+    if not _plain():
+        return torch.float64
+    there = tops > LOWEST / 2
+    spread = torch.where(there, top - tops, 0).amax()
+    return tops.dtype if spread.item() < 60 else torch.float64
 
 
 def _elsewhere(x: Tensor, causal: bool) -> Tensor:
     """Sums of x (*batch, blocks, ...) over the blocks not beside each: those two or more before (or after)."""
-    none = x.new_zeros(*x.shape[:-3], min(2, x.shape[-3]), *x.shape[-2:])
-    before = torch.cat([none, x.cumsum(-3)[..., :-2, :, :]], dim=-3)
-    return before if causal else before + torch.cat([none, x.flip(-3).cumsum(-3)[..., :-2, :, :]], dim=-3).flip(-3)
+    if x.shape[-3] < 3:
+        return torch.zeros_like(x)
+    before = F.pad(x[..., :-2, :, :].cumsum(-3), (0, 0, 0, 0, 2, 0))
+    if causal:
+        return before
+    after = x[..., 2:, :, :].flip(-3).cumsum(-3).flip(-3)
+    return before + F.pad(after, (0, 0, 0, 0, 0, 2))
 
 
-def _widths(k: int, d: int) -> list[int]:
-    """How wide the kernel runs: as wide as keys or values, which come in parts of at most WIDEST."""
-    return [max(k, min(WIDEST, d - start)) for start in range(0, d, WIDEST)]
+def _softmax(scores: Tensor) -> Tensor:
+    """Over the last axis; a row that sees nothing is zero, and so are its gradients."""
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(nothing, 0), dim=-1).masked_fill(nothing, 0)
+
+
+def _near(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v over the last two axes and its log-sum-exp (..., rows, 1); -inf where nothing is seen.
+
+    The fused kernel reads overlapping windows where they lie; products and a softmax where gradients are wanted.
+    """
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if wanted or q.device.type != "cpu" or v.shape[-1] != q.shape[-1] or not _plain():
+        scores = (scale * (q @ k.mT)).masked_fill(hidden, -math.inf)
+        nothing = (scores == -math.inf).all(-1, keepdim=True)
+        lse = scores.masked_fill(nothing, 0).logsumexp(-1, keepdim=True).masked_fill(nothing, -math.inf)
+        return (scores - lse.masked_fill(nothing, 0)).exp() @ v, lse
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, hidden)))
+    bias = q.new_zeros(()).masked_fill(hidden, -math.inf)
+    rows = [x.expand(*batch, *x.shape[-2:]).reshape(-1, *batch[-1:], *x.shape[-2:]) for x in (q, k, v, bias)]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*rows[:3], attn_mask=rows[3], scale=scale)
+    out, lse = out.reshape(*batch, *out.shape[-2:]), lse.reshape(*batch, lse.shape[-1], 1)
+    # the kernel reports 0 for a row without a key, which is a possible sum
+    return out, lse.masked_fill(hidden.all(-1, keepdim=True), -math.inf)
+
+
+def _plain() -> bool:
+    """Not inside vmap or a traced graph, which the kernel's own operator does not know."""
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
+def _merged(near: Tensor, lse: Tensor, scores: Tensor, v: Tensor) -> Tensor:
+    """One softmax over what is near (its mean and log-sum-exp) and further columns (their scores and values)."""
+    top = torch.maximum(lse, scores.amax(-1, keepdim=True)).detach()
+    top = top.masked_fill(top == -math.inf, 0)
+    own, others = (lse - top).exp(), (scores - top).exp()
+    total = own + others.sum(-1, keepdim=True)
+    return (near * own + others @ v) / total.masked_fill(total == 0, 1)
 
 
 def near_far(
@@ -200,44 +309,3 @@ def near_far(
     broadcasts_to("NearFar", "a", a, (*both.batch, r, a.shape[-1]))
     all_finite("NearFar", a=a, b=b, c=c)
     return NearFar(both, a, b, c, block, first, causal)
-
-
-def _pieces(
-    n: int, block: int, first: int, blocks: int, r: int, causal: bool, device: torch.device
-) -> tuple[Piece, ...]:
-    """Rows are positions; columns are the slots of all blocks, then positions."""
-    keys = blocks * r
-    sides = (1, 0) if causal else (1, 1)  # blocks before and after
-
-    def near(begin: int, count: int) -> Piece:
-        """`count` blocks from `begin` on, each against itself and its neighbours; the last block may be short."""
-        top = first + begin * block
-        left, right = max(0, begin - sides[0]), min(blocks, begin + 1 + sides[1])
-        rows = Tiles(top, count, block, min(block, n - top))
-        start = first + left * block
-        columns = Tiles(keys + start, count, block, min(n, first + right * block) - start)
-        if not causal:
-            return Piece(rows, columns, first=True)
-        i, j = torch.arange(rows.length, device=device)[:, None], torch.arange(columns.length, device=device)
-        return Piece(rows, columns, first=True, mask=j <= i + top - start)
-
-    def far(begin: int, count: int) -> Piece:
-        top = first + begin * block
-        rows = Tiles(top, count, block, min(block, n - top))
-        return Piece(rows, Tiles(begin * r, count, r, r), first=False)
-
-    whole = (n - first) // block  # blocks that are not short
-    inner = range(1, max(1, whole - sides[1]))  # their neighbours are whole too
-    outer = [i for i in range(blocks) if i not in inner]
-    pieces = [near(i, 1) for i in outer] + ([near(1, len(inner))] if len(inner) else [])
-    if first:
-        looking = Tiles(0, 1, 0, first)
-        pieces.insert(0, Piece(looking, Tiles(keys, 1, 0, first if causal else n), first=True, causal=causal))
-        pieces.append(Piece(Tiles(first, 1, 0, n - first), Tiles(keys, 1, 0, first), first=False))
-    # a block has far keys if some other is two or more away
-    reached = range(2, blocks) if causal else range(blocks) if blocks > 3 else [i for i in range(blocks) if i != 1]
-    reached = [i for i in reached if blocks > 2]
-    split = [i for i in reached if i < whole]
-    runs = [(split[0], len(split))] if split and split[-1] - split[0] + 1 == len(split) else [(i, 1) for i in split]
-    pieces += [far(*run) for run in runs] + [far(i, 1) for i in reached if i >= whole]
-    return tuple(pieces)

@@ -48,8 +48,13 @@ def candidates(length: int, *, causal: bool, fitted_length: int | None = None, q
 # [not quick, quick]
 WINDOWS = ((9, 17, 33, 65, 129), (17, 65, 129))
 NEAR_FAR = (
-    ((16, 1), (8, 1), (32, 1), (16, 4), (4, 4), (8, 4), (32, 4), (16, 8), (8, 8), (32, 8), (16, 16)),
-    ((16, 1), (16, 4), (8, 4), (32, 4)),
+    (
+        *((block, 1) for block in (16, 4, 8, 32)),
+        *((block, 3) for block in (16, 4, 8, 32)),
+        *((block, 7) for block in (16, 8, 32, 64)),
+        (16, 15),
+    ),
+    tuple((block, 3) for block in (16, 4, 8, 32)),
 )
 RANKS = ((8, 16, 32, 64), (16, 64))
 LOW_RANK = (((17, 8), (33, 16)), ((17, 8),))
