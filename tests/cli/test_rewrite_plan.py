@@ -47,13 +47,16 @@ def bert(tmp_path: Path) -> tuple[nn.Module, dict, Path, Path]:
     return model.eval(), batch, tmp_path / "model", tmp_path / "plan"
 
 
-def test_a_model_and_a_receipt(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_and_a_receipt(
+    bert, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     model, batch, source, plan = bert
     assert main(["rewrite", str(source), "--plan", str(plan / "plan.json"), "-o", str(tmp_path / "new")]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "BertModel: 2 attention sites" in text
     assert "largest change of the output on a probe" in text
-    assert "1 exact, 1 window" in text
+    assert "1 window width=5" in text
     new = load(tmp_path / "new")
     with torch.no_grad():
         change = (new(**batch)[0] - model(**batch)[0]).abs().max().item()

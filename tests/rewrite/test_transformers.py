@@ -5,7 +5,9 @@ The hand-made reference is the original model in float64 whose attention forms P
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -234,6 +236,14 @@ def test_saved_and_loaded_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert torch.equal(states(load(tmp_path / "twice"), batch), states(new, batch))
 
 
+def test_copied_and_pickled() -> None:
+    model, batch = made("bert")
+    new = shaken(headwise.rewrite(model, plan_for(model, batch, SOME))[0])
+    for again in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
+        assert type(again) is type(new)
+        assert torch.equal(states(again, batch), states(new, batch))
+
+
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     made("bert")[0].save_pretrained(tmp_path)
     with pytest.raises(InputError, match="was not rewritten; load it with AutoModel"):
@@ -315,6 +325,18 @@ def test_families_without_the_interface_are_refused_by_name() -> None:
         headwise.rewrite(model, plan)
 
 
+def test_a_site_that_is_never_asked_is_refused() -> None:
+    """A module that has the interface in its code but is not used in a pass."""
+    model, batch = made("llama")
+    plan = plan_for(model, batch, [EXACT])
+    model.layers.append(copy.deepcopy(model.layers[0]))  # beyond config.num_hidden_layers
+    site = "layers.2.self_attn"
+    sites = {**plan.model["sites"], site: plan.model["sites"]["layers.0.self_attn"]}
+    more = changed(plan, sites={**plan.sites, site: [EXACT] * 4}, model={**plan.model, "sites": sites})
+    with pytest.raises(UnsupportedError, match=r"layers.2.self_attn: LlamaModel never asked"):
+        headwise.rewrite(model, more)
+
+
 def test_shared_layers_have_one_operator_a_head() -> None:
     config = transformers.AlbertConfig(
         vocab_size=99,
@@ -364,20 +386,29 @@ def test_packed_sequences_and_sliding_windows_are_for_exact_heads() -> None:
     with pytest.raises(UnsupportedError, match="neither padding nor causal"):
         states(new, packed)
 
-    config = transformers.MistralConfig(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=6,
+
+def sliding(name: str) -> nn.Module:
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    if name == "mistral":
+        config = transformers.MistralConfig(num_hidden_layers=1, num_key_value_heads=2, sliding_window=6, **sizes)
+        return transformers.MistralModel(config).eval()
+    # one layer sees everything, the next its neighbours, on both sides
+    config = transformers.ModernBertConfig(
+        num_hidden_layers=2, local_attention=12, global_attn_every_n_layers=2, pad_token_id=0, **sizes
     )
-    model = transformers.MistralModel(config).eval()
+    return transformers.ModernBertModel(config).eval()
+
+
+@pytest.mark.parametrize("name", ["mistral", "modernbert"])
+def test_sliding_windows_of_the_model_itself_are_for_exact_heads(name: str) -> None:
+    model, batch = sliding(name), {"input_ids": ids(1, 8)}
     new, _ = headwise.rewrite(model, plan_for(model, batch, [EXACT], length=6))
-    for n in (5, 6, 13):
-        long = {"input_ids": ids(1, n)}
-        torch.testing.assert_close(states(new, long), states(model, long), rtol=1e-5, atol=1e-6)
+    for n in (5, 6, 7, 13):
+        keep = torch.arange(n) < torch.tensor([[n], [4]])
+        for mask in (torch.ones(2, n, dtype=torch.long), keep.long()):
+            long = {"input_ids": ids(2, n), "attention_mask": mask}
+            there = mask.bool()
+            torch.testing.assert_close(states(new, long)[there], states(model, long)[there], rtol=1e-5, atol=1e-6)
     new, _ = headwise.rewrite(model, plan_for(model, batch, SOME, length=6))
     assert states(new, {"input_ids": ids(1, 5)}).isfinite().all()  # shorter than the sliding window
     with pytest.raises(UnsupportedError, match="neither padding nor causal"):

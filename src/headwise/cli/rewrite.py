@@ -90,7 +90,7 @@ def _attention_table(receipt: Any, out: Path) -> None:
     for part in (*receipt.parts, receipt):
         last = part is receipt
         before, after = part.cost_before.multiply_adds, part.cost_after.multiply_adds
-        heads = "" if last else part.notes[0]
+        heads = "" if last else part.notes[0].replace(", ", "\n")
         share = f"{100 * after / before:.1f} %"
         name = "all" if last else part.what
         table.add_row(name, heads, f"{before:,}", f"{after:,}", share, style="bold" if last else None)

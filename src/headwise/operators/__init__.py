@@ -10,6 +10,7 @@ from headwise.operators.factored import factored
 from headwise.operators.factored_blocks import factored_blocks
 from headwise.operators.fixed import fixed, fixed_steps
 from headwise.operators.hashed import hashed
+from headwise.operators.near_far import near_far
 from headwise.operators.nystrom import nystrom
 from headwise.operators.positional import positional
 from headwise.operators.projected import projected
@@ -23,6 +24,7 @@ from headwise.operators.toeplitz import toeplitz
 from headwise.operators.toeplitz_softmax import toeplitz_softmax
 from headwise.operators.uniform import uniform
 from headwise.operators.window import window
+from headwise.operators.window_low_rank import window_low_rank
 
 __all__ = [
     "AttentionOperator",
@@ -40,6 +42,7 @@ __all__ = [
     "gaussian",
     "hashed",
     "kronecker",
+    "near_far",
     "nystrom",
     "per_head",
     "positional",
@@ -58,4 +61,5 @@ __all__ = [
     "transpose",
     "uniform",
     "window",
+    "window_low_rank",
 ]

@@ -85,13 +85,16 @@ def rewrite(model: nn.Module, plan: Plan, *, probe: Any = None) -> tuple[nn.Modu
         new: nn.Module = Rewritten(copy.deepcopy(model), plan)
         return new, _receipt(model, new, plan, probe)
 
-    from headwise.rewrite.models import body_of, default_probe, install
+    from headwise.rewrite.models import body_of, default_probe, install, reached
 
     body, prefix = body_of(model, plan.model.get("class"))
     plan = _renamed(plan, model, prefix) if prefix else plan
     _check_all(model, plan, body)
     new = install(copy.deepcopy(model), plan)
-    return new, _receipt(model, new, plan, default_probe(model, plan.length) if probe is None else probe)
+    probe = default_probe(model, plan.length) if probe is None else probe
+    if isinstance(probe, Mapping):
+        reached(new, dict(probe), plan)
+    return new, _receipt(model, new, plan, probe)
 
 
 def _check_all(model: nn.Module, plan: Plan, body: nn.Module) -> None:

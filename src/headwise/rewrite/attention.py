@@ -98,8 +98,9 @@ def mask(
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     causal, every = mask_function is causal_mask_function, mask_function is bidirectional_mask_function
-    if local_size is not None and kv_length + kv_offset <= local_size and q_length > 0:
-        causal = True  # a sliding window that is wider than all there is
+    if local_size is not None and kv_length + kv_offset <= local_size:
+        # a sliding window or chunk that holds all there is, unless something else was combined with it
+        causal, every = allow_is_causal_skip, not allow_is_causal_skip and allow_is_bidirectional_skip
     filled = not isinstance(q_offset, Tensor) and kv_offset == 0 and (every or kv_length == q_offset + q_length)
     if not (filled and (causal or every)):
         full = sdpa_mask(

@@ -27,13 +27,13 @@ def install(model: Any, plan: Plan) -> nn.Module:
     """Put the plan's Heads into `model`, which becomes a Headwise… of its class; `model` itself is changed."""
     _uses_the_interface(model, plan)
     attention.register()
-    like = next(model.parameters())
     sites = {}
     for name, heads in one_choice_a_module(plan):
         module = model.get_submodule(name)
         if hasattr(module, attention.NAME):
             raise UnsupportedError(f"{name}: was rewritten already; rewrite the original model")
-        module.add_module(attention.NAME, heads.to(device=like.device, dtype=like.dtype))
+        like = next(module.parameters(), next(model.parameters()))
+        module.add_module(attention.NAME, heads.to(device=like.device, dtype=model.dtype).train(model.training))
         sites[name] = {"width": heads.width, "heads": [choice.to_dict() for choice in heads.choices]}
     model.config.headwise = {"version": VERSION, "length": plan.length, "sites": sites}
     model.__class__ = rewritten_class(type(model))
@@ -70,11 +70,43 @@ def rewritten_class(base: type) -> type:
             refuse_cache(self, kwargs)
             return super().generate(*args, **kwargs)
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _blank, (base,), self.__dict__  # the class is made, not imported
+
     if not hasattr(base, "generate"):
         del Rewritten.generate
     Rewritten.__name__ = Rewritten.__qualname__ = f"{PREFIX}{base.__name__}"
     Rewritten.__doc__ = f"{base.__name__} with some heads replaced by headwise."
     return Rewritten
+
+
+def _blank(base: type) -> Any:
+    cls = rewritten_class(base)
+    return cls.__new__(cls)
+
+
+def reached(model: Any, probe: dict[str, torch.Tensor], plan: Plan) -> None:
+    """Every site is really asked for attention on a probe: some families take any implementation and call none."""
+    from transformers import AttentionInterface
+
+    asked: set[nn.Module] = set()
+
+    def listening(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        asked.add(module)
+        return attention.attention(module, *args, **kwargs)
+
+    AttentionInterface.register(attention.NAME, listening)
+    try:
+        with torch.no_grad():
+            model(**probe)
+    finally:
+        attention.register()
+    for site in plan.sites:
+        if model.get_submodule(site.partition("@")[0]) not in asked:
+            raise UnsupportedError(
+                f"{site}: {type(model).__name__.removeprefix(PREFIX)} never asked transformers' attention interface "
+                "here on a probe, so its heads cannot be replaced"
+            )
 
 
 def refuse_cache(model: Any, options: dict[str, Any]) -> None:
@@ -132,10 +164,9 @@ def default_probe(model: Any, length: int) -> dict[str, torch.Tensor] | None:
     config, generator = model.config, torch.Generator().manual_seed(0)
     like = next(model.parameters())
     if model.main_input_name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
-        if getattr(config, "is_encoder_decoder", False):
-            return None
-        ids = torch.randint(config.vocab_size, (2, min(length, 64)), generator=generator)
-        return {"input_ids": ids.to(like.device)}
+        ids = torch.randint(config.vocab_size, (2, min(length, 64)), generator=generator).to(like.device)
+        both = getattr(config, "is_encoder_decoder", False)
+        return {"input_ids": ids, "decoder_input_ids": ids[:, :-1]} if both else {"input_ids": ids}
     if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = (1, getattr(config, "num_channels", 3), config.image_size, config.image_size)
         return {"pixel_values": torch.randn(size, generator=generator).to(like)}
