@@ -33,6 +33,9 @@ Measured = Callable[[Sites], tuple[float, float]]
 COHERENT = 0.8
 """How much of the products t_h . t_g counts: taken whole, errors seen to cancel on a few texts would be trusted."""
 
+USEFUL = 0.5
+"""Predicted drift beyond which no plan is measured: the answer has nothing left of what it was."""
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -128,7 +131,7 @@ class Table:
         return float(self.prices[list(chosen)].sum())
 
     def slopes(self, count: int) -> list[float]:
-        """lambdas between the smallest and the largest at which some head would change its mind, alone."""
+        """lambdas whose allocations are spread over the logarithm of cost, where the predicted drift is of any use."""
         steps = []
         for places in self.of:
             ordered = sorted((self.options[i] for i in places), key=lambda o: o.price)
@@ -141,7 +144,21 @@ class Table:
             return [1.0]
         # together heads drift more than alone, so lambda may be larger by as much as there are heads
         low, high = math.log(min(steps)), math.log(max(steps) * len(self.heads))
-        return [math.exp(low + (high - low) * i / max(1, count - 1)) for i in range(count)]
+        tried = []
+        for i in range(8 * count):
+            slope = math.exp(low + (high - low) * i / (8 * count - 1))
+            chosen = self.allocate(slope, {})
+            if self.predicted(chosen) <= USEFUL:
+                tried.append((math.log(self.price(chosen) + 1e-6), slope))
+        if not tried:
+            return [math.exp(low)]
+        ends = min(tried)[0], max(tried)[0]
+        wanted = [ends[1] + (ends[0] - ends[1]) * i / max(1, count - 1) for i in range(count)]
+        return sorted({min(tried, key=lambda pair: abs(pair[0] - cost))[1] for cost in wanted})
+
+    def predicted(self, chosen: Sequence[int]) -> float:
+        places = list(chosen)
+        return float(self.gram[places][:, places].sum())
 
     def exchange(self, sites: Sites, chance: random.Random) -> list[int]:
         """A few heads take a dearer option and a few a cheaper one, those first that gain most or lose least by it."""
