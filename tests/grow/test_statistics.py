@@ -15,6 +15,7 @@ from headwise.grow.statistics import LayerStatistics
 from headwise.grow.watch import Watch
 from headwise.nn import MultiHead, head_slices
 from headwise.operators.softmax import softmax
+from headwise.theory.memory import peak_bytes
 
 F64 = torch.float64
 B, N, WIDTH, HEADS = 3, 7, 6, 2
@@ -191,3 +192,18 @@ def test_beyond_the_budget_gram_matrices_are_clustered_and_the_error_is_measured
     mean = 60 * a @ varied.z @ c
     assert varied.compression_error() < 0.8 * float((mean - exact).norm() / exact.norm())
     assert isinstance(varied.normal(), NormalMap)
+
+
+@pytest.mark.parametrize("rows", [32, None])
+def test_no_scores_of_all_pairs_are_ever_held(rows: int | None) -> None:
+    """Peak memory of observing 5000 tokens, against that of one n x n matrix."""
+    n = 5000
+    torch.manual_seed(0)
+    layer, x = MultiHead(8, 1), torch.randn(1, n, 8)
+    watch = Watch("layer", layer)
+    layer(x, causal=True).square().mean().backward()
+    (call,) = watch.take()
+    watch.close()
+    statistics = LayerStatistics(1, 9, 8, rows=rows)
+    assert peak_bytes(lambda: statistics.add(call, bias=True)) < n * n * 4
+    assert bool(statistics.folds.any())

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headwise.errors import NonFiniteError, ShapeError
-from headwise.grow.moments import Call, allowed_rows, augmented, direct
+from headwise.grow.moments import CHUNK, Call, allowed_rows, augmented, direct
 from headwise.grow.normal import Atom, NormalMap, Tokens
 from headwise.operators.softmax import Softmax
 
@@ -121,18 +121,23 @@ class LayerStatistics:
         x = x.flatten(0, 1)
         self.gram_q += (x.mT @ x).double()
         self.weight += live.sum()
-        seen = allowed_rows(call.operator, rows)
-        if seen is None:
+        if allowed_rows(call.operator, rows[:1]) is None:
             y = y - y.mean(1, keepdim=True)
             y = (y * w.sum(1).sqrt()[:, None, None]).flatten(0, 1)
             self.gram_k += (y.mT @ y).double()
             return
-        a = seen.any(1).to(y).expand(len(y), len(rows), y.shape[1])
-        columns = torch.einsum("br,brn->bn", w, a)
-        sums, counts = a @ y, a.sum(-1).clamp(min=1)
-        sums = (sums * (w / counts).sqrt().unsqueeze(-1)).flatten(0, 1)
+        b, n = y.shape[:2]
+        columns, part = y.new_zeros(b, n), max(1, CHUNK // (b * n))
+        for some, weights in zip(rows.split(part), w.split(part, 1), strict=True):
+            seen = allowed_rows(call.operator, some)
+            assert seen is not None
+            a = seen.any(1).to(y).expand(b, len(some), n)
+            columns += torch.einsum("br,brn->bn", weights, a)
+            sums, counts = a @ y, a.sum(-1).clamp(min=1)
+            sums = (sums * (weights / counts).sqrt().unsqueeze(-1)).flatten(0, 1)
+            self.gram_k -= (sums.mT @ sums).double()
         y = (y * columns.sqrt().unsqueeze(-1)).flatten(0, 1)
-        self.gram_k += (y.mT @ y - sums.mT @ sums).double()
+        self.gram_k += (y.mT @ y).double()
 
     def _remember(self, call: Call, live: Tensor, bias: bool) -> None:
         assert isinstance(call.operator, Softmax)
