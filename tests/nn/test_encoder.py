@@ -12,8 +12,10 @@ from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.nn.builders import LearnedBlocks, LearnedConvolution, LearnedProjection
 from headwise.nn.embed import PatchEmbedding, frames, grid_positions
 from headwise.nn.encoder import Encoder
+from headwise.nn.multihead import MultiHead
 from headwise.nn.recurrent import Recurrent
 from headwise.nn.reversible import Reversible
+from headwise.nn.shortened import ShortenedAttention
 from headwise.operators import (
     efficient,
     factored,
@@ -193,3 +195,40 @@ def test_refusals() -> None:
         Recurrent(7)
     with pytest.raises(InputError, match="at least one pair"):
         Reversible([])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_shortening_before_the_maps_is_the_same_layer(shared: bool) -> None:
+    """E (x W) = (E x) W: values and gradients of a MultiHead with the same weights."""
+    first = ShortenedAttention(8, 2, 12, 4, shared=shared, bias=False).double()
+    last = MultiHead(8, 2, build=LearnedProjection(projected, 12, 4, shared=shared), bias=False).double()
+    last.load_state_dict(
+        {
+            **first.attend.state_dict(),
+            **{f"build.{name}": value for name, value in first.projection.state_dict().items()},
+        }
+    )
+    x = torch.randn(2, 10, 8, dtype=torch.float64, requires_grad=True)
+    padding = torch.arange(10) < torch.tensor([[10], [6]])
+    for masks in ({}, {"padding": padding}):
+        a, b = first(x, **masks), last(x, **masks)
+        torch.testing.assert_close(a, b)
+        pull = torch.randn_like(a)
+        wanted = [[x, *sorted_parameters(m, part)] for m, part in ((first, "projection"), (last, "build"))]
+        found = [torch.autograd.grad(out, w, pull) for out, w in zip((a, b), wanted, strict=True)]
+        torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(first(x, padding=padding)[1, :6], first(x[1:, :6])[0])
+
+
+def sorted_parameters(layer: nn.Module, projection: str) -> list[nn.Parameter]:
+    """By what they are, whatever part of a layer holds them."""
+    named = {name.replace(projection, "projection").replace("attend.", ""): p for name, p in layer.named_parameters()}
+    return [named[name] for name in sorted(named)]
+
+
+def test_shortening_refusals() -> None:
+    layer = ShortenedAttention(8, 2, 12, 4)
+    with pytest.raises(UnsupportedError, match="use MultiHead with LearnedBlocks"):
+        layer(torch.randn(1, 12, 8), causal=True)
+    with pytest.raises(UnsupportedError, match="at most 12 positions, but there are 13"):
+        layer(torch.randn(1, 13, 8))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -10,6 +12,9 @@ from headwise.operators.efficient import efficient
 from headwise.operators.efficient_causal import efficient_causal
 from headwise.testing import references_sparse as twins
 from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
+
+# the module, which shares its name with the function in it
+double_softmax = importlib.import_module("headwise.operators.double_softmax")
 
 
 def test_rows_of_the_causal_form_are_the_plain_form_of_the_past() -> None:
@@ -75,3 +80,18 @@ def test_refusals() -> None:
         efficient(torch.zeros(5, 4), torch.zeros(5, 3))
     with pytest.raises(ShapeError, match="EfficientCausal: scale must be a positive number, but is -1"):
         efficient_causal(torch.zeros(5, 4), torch.zeros(5, 4), scale=-1)
+
+
+@pytest.mark.parametrize("rows", [1, 24, 64])
+def test_slices_of_any_size_are_one_double_softmax(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sequences are worked on in slices; short ones here in slices of one, three and eight rows.
+
+    Thirteen rows leave a short last slice, which is where writing a softmax into a strided room goes wrong.
+    """
+    monkeypatch.setattr(double_softmax, "ROWS", rows)
+    q, k, v = (x.requires_grad_() for x in draw(3, 2, 13, 4).unbind(0))
+    out, expected = efficient(q, k)(v), twins.efficient(q, k) @ v
+    torch.testing.assert_close(out, expected)
+    pull = draw(2, 13, 4, seed=1)
+    found, wanted = (torch.autograd.grad(x, (q, k, v), pull) for x in (out, expected))
+    torch.testing.assert_close(found, wanted)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from headwise.errors import DtypeError, ShapeError, UnsupportedError
+from headwise.operators import blocks
 from headwise.operators.blocks import plain, plain_adjoint
+from headwise.operators.fixed import fixed
 from headwise.operators.softmax import softmax
+from headwise.operators.strided import strided
 from headwise.operators.window import window
 from tests.operators.properties import (
     assert_no_look_ahead,
@@ -37,6 +42,22 @@ def test_the_fused_and_the_plain_path_agree(options: dict, n: int) -> None:
     torch.testing.assert_close(torch.autograd.grad(fused, (q, k, v), pull), torch.autograd.grad(slow, (q, k, v), pull))
     with torch.no_grad():
         torch.testing.assert_close(op.adjoint(pull), plain_adjoint(q, k, pull, op.union.scale, pieces))
+
+
+@pytest.mark.parametrize("group", [1, 1000])
+def test_pieces_in_runs_of_any_length(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sequences are worked on a few blocks and a few heads at a time; here one block, and some."""
+    q, k, v = (x.requires_grad_() for x in draw(3, 2, 201, 4).unbind(0))
+    pull = draw(2, 201, 4, seed=1)
+    builders = (partial(window, width=9, tokens=2), partial(strided, stride=14, causal=True), partial(fixed, block=14))
+    for build in builders:
+        whole = build(q, k)(v)
+        wanted = torch.autograd.grad(whole, (q, k, v), pull)
+        with monkeypatch.context() as small:
+            small.setattr(blocks, "GROUP", group)
+            parts = build(q, k)(v)
+            torch.testing.assert_close(parts, whole)
+            torch.testing.assert_close(torch.autograd.grad(parts, (q, k, v), pull), wanted)
 
 
 def test_second_derivatives() -> None:

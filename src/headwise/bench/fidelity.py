@@ -6,6 +6,7 @@ with softmax would notice, not how good they are to train with.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -55,3 +56,27 @@ def fidelity(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Fidelity], dict[str,
         cost = operator.cost(d).multiply_adds / exact[causal].cost(d).multiply_adds
         rows.append(Fidelity(name, (wrong.norm() / size.norm()).item(), (wrong / size).max().item(), cost, causal))
     return sorted(rows, key=lambda row: row.cost), refused
+
+
+def fidelity_over(
+    layers: Sequence[tuple[Tensor, Tensor, Tensor]],
+) -> tuple[list[Fidelity], dict[str, str]]:
+    """The same over several layers of a model: errors as means over layers, the worst head of all of them."""
+    found: dict[str, list[Fidelity]] = {}
+    refused: dict[str, str] = {}
+    for q, k, v in layers:
+        rows, why = fidelity(q, k, v)
+        refused.update(why)
+        for row in rows:
+            found.setdefault(row.name, []).append(row)
+    means = [
+        Fidelity(
+            name,
+            sum(row.error for row in rows) / len(rows),
+            max(row.worst for row in rows),
+            sum(row.cost for row in rows) / len(rows),
+            rows[0].causal,
+        )
+        for name, rows in found.items()
+    ]
+    return sorted(means, key=lambda row: row.cost), refused

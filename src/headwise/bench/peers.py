@@ -19,6 +19,7 @@ from headwise.bench.clock import Timing, in_turns
 from headwise.errors import InputError
 from headwise.nn.builders import LearnedProjection
 from headwise.nn.multihead import MultiHead
+from headwise.nn.shortened import ShortenedAttention
 from headwise.operators import projected
 
 WIDTH, HEADS = 512, 8
@@ -134,6 +135,8 @@ PEERS = (
     Peer("nystrom-attention", "nystrom 256", "nystrom_attention", "nystrom-attention", _nystrom),
     Peer("local-attention", "window 128", "local_attention", "local-attention", _local),
 )
+SHORTENED = "shortened 256"
+"""The layer that projects before it maps; what it computes is `projected 256`."""
 OURS = (
     "exact",
     "window 128",
@@ -141,6 +144,7 @@ OURS = (
     "fixed",
     "hashed",
     "projected 256",
+    SHORTENED,
     "efficient",
     "factored pooling",
     "nystrom 256",
@@ -165,8 +169,11 @@ class Comparison:
 
 def ours(name: str, n: int) -> nn.Module:
     """A layer of ours for n positions by its name in the table."""
-    build = LearnedProjection(projected, n, min(n, RANK), shared=False) if name == "projected 256" else None
-    return MultiHead(WIDTH, HEADS, build=entry(name).build(n) if build is None else build, bias=False, out_bias=True)
+    rank, bias = min(n, RANK), {"bias": False, "out_bias": True}
+    if name == SHORTENED:
+        return ShortenedAttention(WIDTH, HEADS, n, rank, **bias)
+    learned = LearnedProjection(projected, n, rank, shared=False) if name == "projected 256" else None
+    return MultiHead(WIDTH, HEADS, build=learned or entry(name).build(n), **bias)
 
 
 def absent() -> list[Peer]:
@@ -187,7 +194,7 @@ def compare(
     failed: dict[str, str] = {}
     x = torch.randn(1, n, WIDTH, requires_grad=True)
     for name in OURS:
-        if n <= entry(name).longest and (names is None or name in names):
+        if (name == SHORTENED or n <= entry(name).longest) and (names is None or name in names):
             layers[name] = ours(name, n)
     for peer in PEERS:
         if peer.present and n <= peer.longest and (names is None or peer.name in names):

@@ -29,7 +29,7 @@ RACES = (
     *(Race("patterns, both ways", n, tuple(f"attention: {x}" for x in ("exact", *BOTH_WAYS))) for n in (4096, 16384)),
     *(Race("hashed", n, ("attention: exact", "attention: hashed")) for n in (4096, 16384)),
     *(Race("reformer", n, ("layer: hashed", "layer: reformer-pytorch")) for n in LENGTHS),
-    *(Race("projected", n, ("layer: projected 256", *LINFORMERS)) for n in LENGTHS),
+    *(Race("projected", n, ("layer: projected 256", "layer: shortened 256", *LINFORMERS)) for n in LENGTHS),
     Race("roof", 16384, ("product: square", "product: two", "attention: factored identity")),
 )
 
@@ -80,7 +80,8 @@ def targets(race: Race) -> Iterator[Target]:
             yield Target(race.name, race.runners[0], ours, 12.0, 15.0)
             yield from (Target(race.name, peer, ours, 1.0, 1.0) for peer in LINEAR)
     elif race.name == "projected":
-        yield from (Target(race.name, peer, race.runners[0], 1.0, 1.0) for peer in LINFORMERS)
+        for ours in race.runners[:2]:
+            yield from (Target(race.name, peer, ours, 1.0, 1.0) for peer in LINFORMERS)
     elif race.name == "reformer":
         yield Target(race.name, race.runners[1], race.runners[0], 2.0, 2.0)
     elif race.name != "roof":

@@ -35,6 +35,13 @@ def _parser() -> argparse.ArgumentParser:
         part.add_argument("--fresh", action="store_true", help="measure again what an earlier run has measured")
     fidelity = parts.add_parser("fidelity", help="distance from exact attention against cost")
     fidelity.add_argument(
+        "--model",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help="q, k and v of every layer of a model that reads a text (default: all-MiniLM-L6-v2)",
+    )
+    fidelity.add_argument(
         "--tensors", type=Path, metavar="FILE", help="q, k and v (*batch, n, width) saved by torch.save as a dictionary"
     )
     for part, lengths in ((scaling, True), (peers, True), (targets, True), (fidelity, False)):
@@ -187,24 +194,51 @@ def _targets(options: argparse.Namespace) -> int:
 
 
 def _fidelity(options: argparse.Namespace) -> int:
-    from headwise.bench.fidelity import fidelity, random_heads
+    from headwise.bench.fidelity import fidelity_over, random_heads
 
-    if options.tensors is None:
-        n = options.n or (256 if options.quick else 2048)
-        q, k, v = random_heads(_lengths([n], ())[0])
+    n = options.n or (256 if options.quick else None)
+    if options.tensors is not None:
+        layers = [_tensors(options.tensors)]
+    elif options.model is not None:
+        layers = _captured(options.model or None, n)
     else:
-        q, k, v = _tensors(options.tensors)
-    rows, refused = fidelity(q, k, v)
+        layers = [random_heads(_lengths([n or 2048], ())[0])]
+    rows, refused = fidelity_over(layers)
     if options.json:
-        print(json.dumps({"rows": [row.to_dict() for row in rows], "refused": refused}))
+        print(json.dumps({"layers": len(layers), "rows": [row.to_dict() for row in rows], "refused": refused}))
         return 0
     cells = [[r.name, f"{r.cost:.4f}", f"{r.error:.3f}", f"{r.worst:.3f}", "causal" if r.causal else ""] for r in rows]
-    _table(
-        "Distance from exact attention", ["operator", "cost / exact", "error of P v", "worst head", "against"], cells
-    )
+    shape = tuple(layers[0][1].shape)
+    title = f"Distance from exact attention, {len(layers)} layer{'s' * (len(layers) > 1)} of k {shape}"
+    _table(title, ["operator", "cost / exact", "error of P v", "worst head", "against"], cells)
     for name, why in refused.items():
         print(f"{name}: {why}")
     return 0
+
+
+def _captured(model: str | None, length: int | None) -> list[tuple[Any, Any, Any]]:
+    """q, k and v of every self-attention of a model that reads one text, as it really scores them."""
+    import torch
+
+    from headwise.examine.feed import text_input
+    from headwise.examine.intercept import Call, intercept
+    from headwise.examine.load import load_model
+
+    loaded = load_model(model)
+    found = []
+
+    def see(call: Call) -> None:
+        q, k = call.scores.q, call.scores.k
+        if call.kind == "self" and call.scores.bias is None:
+            # operators divide by sqrt(k), whatever the model does
+            found.append((q * (call.scores.scale * math.sqrt(q.shape[-1])), k.clone(), call.v.clone()))
+
+    batch = text_input(loaded, None, length=length, texts=1).batches[0]
+    with torch.no_grad(), intercept(loaded.model, see):
+        loaded.model(**batch)
+    if not found:
+        raise InputError(f"{loaded.name} has no self-attention of q and k alone that can be seen; use --tensors")
+    return found
 
 
 def _tensors(path: Path) -> tuple[Any, Any, Any]:

@@ -11,6 +11,7 @@ from headwise.nn.learned_query import LearnedQuery
 from headwise.nn.multihead import MultiHead
 from headwise.nn.recurrent import Recurrent
 from headwise.nn.reversible import Reversible
+from headwise.nn.shortened import ShortenedAttention
 
 __all__ = [
     "AttentionLayer",
@@ -26,6 +27,7 @@ __all__ = [
     "PatchEmbedding",
     "Recurrent",
     "Reversible",
+    "ShortenedAttention",
     "frames",
     "head_slices",
     "masks_from_torch",

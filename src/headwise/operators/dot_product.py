@@ -16,11 +16,10 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.operators.base import AttentionOperator
-from headwise.operators.causal import causal_adjoint, causal_apply
 from headwise.operators.claims import Claim
 from headwise.operators.row_blocks import adjoint_rows, apply_rows
 from headwise.operators.similarity import Embedding, embed
-from headwise.operators.visibility import Visibility, visibility
+from headwise.operators.visibility import Visibility, causal_adjoint, causal_apply, visibility
 from headwise.shapes import all_finite, broadcast_batch, filled, no_empty_axis, same_axis, same_kind
 
 SHORTEST_BLOCK = 64

@@ -80,13 +80,13 @@ class DoubleSoftmax:
         q, k, v, _, means, top, total = tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dmeans = torch.zeros_like(means)
-        for rows, here in _slices(q):
+        for (rows, here), (_, there) in zip(_slices(q), _slices(q), strict=True):
             features, g = self._features(q[:, rows], here), pull[:, rows]
             dmeans.baddbmm_(features.mT, g)
-            part = torch.bmm(g, means.mT, out=dq[:, rows])
+            part = torch.bmm(g, means.mT, out=there)
             # H (x - sum H x), the derivative of a softmax over features, in one pass
             torch._softmax_backward_data(part, features, -1, q.dtype, grad_input=part)
-            part.mul_(self.scale)
+            torch.mul(part, self.scale, out=dq[:, rows])
         inner = (means * dmeans).sum(-1, keepdim=True).mT
         for rows, here in _slices(k):
             weights = self._exponentials(k[:, rows], top, here).div_(total)
@@ -112,9 +112,13 @@ class DoubleSoftmax:
 
 
 def _slices(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of x (b, n, c), some at a time, and room to work on them: the same for all, for new pages are slow."""
-    step = max(1, ROWS // (x.shape[0] * x.shape[-1]))
-    room = x.new_empty(x.shape[0], min(step, x.shape[1]), x.shape[-1])
-    for start in range(0, x.shape[1], step):
-        stop = min(start + step, x.shape[1])
-        yield slice(start, stop), room[:, : stop - start]
+    """Rows of x (b, n, c), some at a time, and room to work on them: the same for all, for new pages are slow.
+
+    The room of a short last slice is in one piece too: torch's softmax into its own input is wrong where it is not.
+    """
+    b, n, c = x.shape
+    step = min(n, max(1, ROWS // (b * c)))
+    room = x.new_empty(b * step * c)
+    for start in range(0, n, step):
+        count = min(step, n - start)
+        yield slice(start, start + count), room[: b * count * c].view(b, count, c)

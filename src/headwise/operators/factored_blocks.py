@@ -16,12 +16,11 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.operators.base import AttentionOperator
-from headwise.operators.block_slots import block_slots, slot_absence
 from headwise.operators.claims import Claim
 from headwise.operators.pair import Pair, pair, self_attention
 from headwise.operators.prefix import Blocks, blocked, blocked_absence
 from headwise.operators.projections import Projection
-from headwise.operators.shortened import Shortened
+from headwise.operators.shortened import Shortened, block_slots, slot_absence
 from headwise.shapes import broadcast_batch
 
 

@@ -51,7 +51,7 @@ def pair(
         same_axis(owner, "k", q=q.shape[-1], k=k.shape[-1])
     same_kind(owner, q=q, k=k)
     all_finite(owner, q=q, k=k)
-    k = repeat_heads(k, q)
+    k = repeat_heads(k, q, owner)
     batch = broadcast_batch(owner, q=q.shape[:-2], k=k.shape[:-2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if not (math.isfinite(scale) and scale > 0):

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.operators.base import AttentionOperator
-from headwise.operators.block_slots import block_slots
 from headwise.operators.blocks import Union
 from headwise.operators.claims import Claim
 from headwise.operators.fixed import own_blocks, summary_pieces
 from headwise.operators.pair import Pair, pair, self_attention
 from headwise.operators.prefix import blocked
 from headwise.operators.projections import Projection
-from headwise.operators.shortened import Shortened
+from headwise.operators.shortened import Shortened, block_slots
 from headwise.shapes import broadcast_batch
 
 

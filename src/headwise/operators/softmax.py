@@ -177,13 +177,13 @@ def softmax(
     return Softmax(Scores(q, k, scale, ahead, keep, bias))
 
 
-def repeat_heads(k: Tensor, q: Tensor) -> Tensor:
+def repeat_heads(k: Tensor, q: Tensor, owner: str = "Softmax") -> Tensor:
     """Grouped queries: each of k's heads repeated for the consecutive heads of q it serves."""
     if k.dim() < 3 or q.dim() < 3 or k.shape[-3] in (1, q.shape[-3]) or q.shape[-3] == 1:
         return k
     heads, groups = q.shape[-3], k.shape[-3]
     if heads % groups:
-        raise ShapeError(f"Softmax: axis 'h' must divide, but q has {heads} heads and k has {groups}")
+        raise ShapeError(f"{owner}: axis 'h' must divide, but q has {heads} heads and k has {groups}")
     return k.repeat_interleave(heads // groups, dim=-3)
 
 

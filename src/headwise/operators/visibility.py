@@ -1,12 +1,15 @@
 """M_ij = 1 where query i may look at key j: the masks of the averages, kept in the form they came in.
 
 C_i = sum_j M_ij, the number of keys that row i averages over, costs O(m + n) unless an m x n mask was given.
-Causal is aligned to the bottom right (the last query sees the last key): M_ij = 0 for j > i + n - m.
+Causal is aligned to the bottom right (the last query sees the last key): M_ij = 0 for j > i + n - m.  Such a matrix is
+a rectangle beside a square triangle: the first n - m keys are seen by every query, the first m - n queries see nothing,
+and min(m, n) queries remain against as many keys, each seeing its own and those before.  An operator that can do the
+rectangle and the triangle can do any causal shape, and its transpose (`causal_apply`, `causal_adjoint`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DtypeError, ShapeError
-from headwise.shapes import broadcasts_to, same_axis
+from headwise.shapes import broadcasts_to, filled, same_axis
 
 
 @final
@@ -113,3 +116,30 @@ def share_between_heads(padding: Tensor, batch: Sequence[int]) -> Tensor:
     if padding.dim() < 2 or missing <= 0:
         return padding
     return padding.reshape(*padding.shape[:-1], *(1,) * missing, padding.shape[-1])
+
+
+Part = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(a, b, v) -> sum_j f(a_i, b_j) v_j over all j, or over j <= i: rows a (*batch, m, k), b (*batch, n, k)."""
+
+
+def causal_apply(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    """sum over j <= i + n - m of f(a_i, b_j) v_j: (*batch, n, d) -> (*batch, m, d)"""
+    ahead, silent = _overhang(a, b)
+    out = triangle(a[..., silent:, :], b[..., ahead:, :], v[..., ahead:, :])
+    if ahead:
+        out = out + rectangle(a, b[..., :ahead, :], v[..., :ahead, :])
+    return filled(out, (0, 0, silent, 0))
+
+
+def causal_adjoint(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, u: Tensor) -> Tensor:
+    """sum over i >= j - n + m of f(b_j, a_i) u_i: (*batch, m, d) -> (*batch, n, d), for f of which the order of the
+    arguments does not matter.  The transpose of a triangle is the triangle of both sequences reversed."""
+    ahead, silent = _overhang(a, b)
+    backwards = (b[..., ahead:, :].flip(-2), a[..., silent:, :].flip(-2), u[..., silent:, :].flip(-2))
+    out = triangle(*backwards).flip(-2)
+    return torch.cat([rectangle(b[..., :ahead, :], a, u), out], dim=-2) if ahead else out
+
+
+def _overhang(a: Tensor, b: Tensor) -> tuple[int, int]:
+    m, n = a.shape[-2], b.shape[-2]
+    return max(0, n - m), max(0, m - n)
