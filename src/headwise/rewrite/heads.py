@@ -33,7 +33,7 @@ class Group(nn.Module):
         """Heads at even distances, so that a slice will do."""
         first, step = self.heads[0], self.heads[1] - self.heads[0] if len(self.heads) > 1 else 1
         even = tuple(range(first, first + step * len(self.heads), step)) == self.heads
-        return slice(first, self.heads[-1] + 1, step) if even else None
+        return slice(first, first + step * (len(self.heads) - 1) + 1, step) if even else None
 
     def take(self, x: Tensor) -> Tensor:
         """Its heads of x (b, h, ...)"""

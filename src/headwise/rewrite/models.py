@@ -81,7 +81,7 @@ def rewritten_class(base: type) -> type:
 
 
 def _blank(base: type) -> Any:
-    cls = rewritten_class(base)
+    cls: Any = rewritten_class(base)
     return cls.__new__(cls)
 
 
