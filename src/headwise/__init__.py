@@ -33,6 +33,7 @@ _NAMES = {
     "headwise.grow": ["Grower"],
     "headwise.nn": ["GridAttention", "LearnedQuery", "MultiHead"],
     "headwise.theory": ["check_equivariance", "check_invariance"],
+    "headwise.rewrite.make": ["plan"],
     "headwise.testing": ["assert_operator"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from headwise.operators import toeplitz as toeplitz
     from headwise.operators import toeplitz_softmax as toeplitz_softmax
     from headwise.operators import uniform as uniform
+    from headwise.rewrite.make import plan as plan
     from headwise.testing import assert_operator as assert_operator
     from headwise.theory import check_equivariance as check_equivariance
     from headwise.theory import check_invariance as check_invariance

@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("headwise.cli.compare", "what changed between two examinations"),
     "verify": ("headwise.cli.verify", "does what the papers claim about attention hold?"),
     "grow": ("headwise.cli.grow", "where queries and keys are too narrow, and the best dimensions to add"),
+    "plan": ("headwise.cli.plan", "the cheapest operator for every head within a tolerance"),
     "rewrite": ("headwise.cli.rewrite", "replace layers by others that compute the same, with a receipt"),
     "bench": ("headwise.cli.bench", "what attention costs: exponents over n, other packages, distance from exact"),
     "tour": ("headwise.cli.tour", "three operators, their spectra and costs, and one verdict"),

@@ -24,7 +24,7 @@ from headwise.rewrite.fit import errors, fit
 from headwise.rewrite.heads import Heads
 from headwise.rewrite.memory import Memory
 from headwise.rewrite.plan import Plan, Point, Sites, each
-from headwise.rewrite.search import Head, Option, search, undominated
+from headwise.rewrite.search import Found, Head, Option, pareto, search, undominated
 from headwise.rewrite.timing import seconds, timed
 from headwise.rewrite.trial import Replace, Trial, measure_for
 
@@ -156,6 +156,8 @@ class _Making:
                 seed=self.seed,
                 progress=lambda done: self.say("measuring whole plans", done, self.effort.evaluations),
             )
+        if transfer:
+            curve, uniform = self._transfer(trial, curve, uniform, tolerance, transfer)
         curve, uniform = self._test(curve, uniform)
         found = Plan(
             self._described(name),
@@ -171,6 +173,7 @@ class _Making:
                 **made,
                 "seed": self.seed,
                 "price": self.price,
+                "transfer": transfer,
                 "texts": [len(part) for part in self.parts],
                 "effort": vars(self.effort),
             },
@@ -289,6 +292,40 @@ class _Making:
             self.memory.keep_whole(key, known)
         return known
 
+    def _transfer(
+        self, trial: Trial, curve: list[Point], uniform: list[Point], tolerance: float, steps: int
+    ) -> tuple[list[Point], list[Point]]:
+        """Train the operators of the cheapest plan within the tolerance further, to the heads' outputs as before.
+
+        The first stage of LoLCATs (Zhang et al. 2024).  Every plan that shares their tensors is measured again.
+        """
+        chosen = min((p for p in curve if p.meets(tolerance)), key=lambda p: p.cost)
+        learned = {site: {c for c in choices if self.fitted[site, c]} for site, choices in chosen.sites.items()}
+        names = {site: self.sites[site] for site, choices in learned.items() if choices}
+        done = 0
+        for portion in in_portions(names, len(self.parts[0]), self.budget):
+            samples = capture(self.model, self.parts[0], portion)
+            for site in portion:
+                for choice in sorted(learned[site], key=str):
+                    self.fitted[site, choice] = fit(
+                        choice,
+                        samples[site],
+                        length=self.length,
+                        steps=steps,
+                        generator=torch.Generator().manual_seed(self.seed + 1),
+                        start=self.fitted[site, choice],
+                    )
+                done += 1
+                self.say("training the chosen operators further", done, len(names))
+        self.memory = Memory(None)  # what was measured before holds no longer
+        with trial.open():
+            again = [[self._again(trial, p) for p in points] for points in (curve, uniform)]
+        return [found.point for found in pareto([Found(p, 0.0) for p in [*again[0], *again[1]]])], again[1]
+
+    def _again(self, trial: Trial, point: Point) -> Point:
+        mean, error = self._whole(trial, point.sites)
+        return replace(point, selection=mean, error=error)
+
     def _is_exact(self, plan: Sites) -> bool:
         return all(choice == EXACT for _, _, choice in each(plan))
 
@@ -333,7 +370,7 @@ class _Making:
         return answer
 
     def _tensors(self) -> dict[tuple[str, int, Choice], dict[str, Tensor]]:
-        """What was fitted, head by head; of large tensors those of the curve and of single-operator plans only."""
+        """What was fitted, head by head."""
         return {
             (site, head, choice): {name: x[head].clone() for name, x in own.items()}
             for (site, choice), own in self.fitted.items()

@@ -49,6 +49,7 @@ class Trial:
             self.model.config.use_cache = False  # type: ignore[union-attr]
         try:
             with torch.no_grad(), intercept(self.model, answer=self._answer):
+                self._kept, self._before = [], []
                 self._remember()
                 yield self
         finally:
