@@ -169,11 +169,11 @@ class Comparison:
 
 def ours(name: str, n: int) -> nn.Module:
     """A layer of ours for n positions by its name in the table."""
-    rank, bias = min(n, RANK), {"bias": False, "out_bias": True}
+    rank = min(n, RANK)
     if name == SHORTENED:
-        return ShortenedAttention(WIDTH, HEADS, n, rank, **bias)
+        return ShortenedAttention(WIDTH, HEADS, n, rank, bias=False, out_bias=True)
     learned = LearnedProjection(projected, n, rank, shared=False) if name == "projected 256" else None
-    return MultiHead(WIDTH, HEADS, build=learned or entry(name).build(n), **bias)
+    return MultiHead(WIDTH, HEADS, build=learned or entry(name).build(n), bias=False, out_bias=True)
 
 
 def absent() -> list[Peer]:

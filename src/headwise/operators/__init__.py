@@ -1,4 +1,10 @@
-"""What P is, one published idea a file: each builder checks its input and returns a frozen operator."""
+"""What P is, one published idea a file: each builder checks its input and returns a frozen operator.
+
+What several of them are made of: `base` and `claims` (every operator), `pair` and `visibility` (checked q, k and masks),
+`scores` (softmax without forming P), `blocks` of `tiles` (sparse patterns as merged dense blocks), `rounds` (of hashing),
+`projections` and `shortened` (E k and F v), `prefix` (running sums), `double_softmax`, `row_blocks` (P a few rows at a
+time), `fused` (kernels with a backward of their own).
+"""
 
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim

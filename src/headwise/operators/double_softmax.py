@@ -85,7 +85,7 @@ class DoubleSoftmax:
             dmeans.baddbmm_(features.mT, g)
             part = torch.bmm(g, means.mT, out=there)
             # H (x - sum H x), the derivative of a softmax over features, in one pass
-            torch._softmax_backward_data(part, features, -1, q.dtype, grad_input=part)
+            torch.ops.aten._softmax_backward_data.out(part, features, -1, q.dtype, grad_input=part)
             torch.mul(part, self.scale, out=dq[:, rows])
         inner = (means * dmeans).sum(-1, keepdim=True).mT
         for rows, here in _slices(k):
@@ -108,7 +108,7 @@ class DoubleSoftmax:
         return torch.sub(k, top, out=here).mul_(self.scale).exp_()
 
     def _features(self, q: Tensor, here: Tensor) -> Tensor:
-        return torch._softmax(torch.mul(q, self.scale, out=here), -1, False, out=here)
+        return torch.ops.aten._softmax.out(torch.mul(q, self.scale, out=here), -1, False, out=here)
 
 
 def _slices(x: Tensor) -> Iterator[tuple[slice, Tensor]]:

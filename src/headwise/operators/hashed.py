@@ -202,9 +202,11 @@ def _masks(
     keep = None if both.keep is None else F.pad(both.keep, (0, 1)).expand(*both.batch, n + 1).reshape(-1, n + 1)
     flat = [x.reshape(-1, *x.shape[lead:]) for x in (order_q, order_k, chunk_q, chunk_k)]
     size = max(1, GROUP // (n * 2 * chunk))
-    groups = zip(*(x.split(size) for x in flat), strict=True)
-    kept = [None] * len(flat[0]) if keep is None else keep.split(size)
-    found = [_group_masks(n, *group, real, chunk, causal) for group, real in zip(groups, kept, strict=False)]
+    found = []
+    for start in range(0, flat[0].shape[0], size):
+        there, here, at_q, at_k = (x[start : start + size] for x in flat)
+        real = None if keep is None else keep[start : start + size]
+        found.append(_group_masks(n, there, here, at_q, at_k, real, chunk, causal))
     return torch.cat(found).reshape(*both.batch, *found[0].shape[1:])
 
 

@@ -306,7 +306,7 @@ def _times(matrix: Tensor, x: Tensor) -> Tensor:
     """matrix @ x; one matrix for all heads is one large product, which is faster than many narrow ones."""
     if matrix.dim() > 2 or x.dim() == 2:
         return matrix @ x
-    return torch.tensordot(matrix, x, dims=([1], [x.dim() - 2])).movedim(0, -2)
+    return torch.tensordot(matrix, x, dims=([1], [x.dim() - 2])).movedim(0, -2)  # pyright: ignore[reportArgumentType]
 
 
 def identity(n: int) -> Identity:
