@@ -89,7 +89,7 @@ class NearFar(AttentionOperator):
         def columns(x: Tensor) -> tuple[Tensor, Tensor]:
             return self._windows(x, 0.0), self._beside(self._means(far, x), x)
 
-        shapes, pull = torch.func.vjp(columns, rows.new_zeros(*rows.shape[:-3], *y.shape[-2:]))
+        shapes, pull, *_ = torch.func.vjp(columns, rows.new_zeros(*rows.shape[:-3], *y.shape[-2:]))
         parts = rows[..., :width, :], rows[..., width:, :]
         out = pull(tuple(part.expand(shape.shape) for part, shape in zip(parts, shapes, strict=True)))[0]
         if self.first:

@@ -88,8 +88,8 @@ def capture(model: nn.Module, batches: Sequence[Any], names: Collection[str]) ->
         out = original(*call, **options)
         if name in seen:
             q, k, v, mask, scale = read_call(*call, **options)
-            tensors = [x.detach().contiguous() for x in (q, k, v, _as_four(out))]
-            seen[name].append(_real_first(Attention(*tensors[:3], mask.keep, mask.causal, scale, tensors[3])))
+            q, k, v, kept = (x.detach().contiguous() for x in (q, k, v, _as_four(out)))
+            seen[name].append(_real_first(Attention(q, k, v, mask.keep, mask.causal, scale, kept)))
         return out
 
     with torch.no_grad(), intercept(model, answer=answer):
