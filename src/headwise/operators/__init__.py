@@ -1,7 +1,7 @@
 """What P is, one published idea a file: each builder checks its input and returns a frozen operator.
 
-What several of them are made of: `base` and `claims` (every operator), `pair` and `visibility` (checked q, k and masks),
-`scores` (softmax without forming P), `blocks` of `tiles` (sparse patterns as merged dense blocks), `rounds` (of hashing),
+What several of them are made of: `base` and `claims` (every operator), `pair` and `visibility` (checked q, k, masks),
+`scores` (softmax without forming P), `blocks` of `tiles` (sparse patterns as merged dense blocks), `rounds` (hashing),
 `projections` and `shortened` (E k and F v), `prefix` (running sums), `double_softmax`, `row_blocks` (P a few rows at a
 time), `fused` (kernels with a backward of their own).
 """
