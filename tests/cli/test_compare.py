@@ -56,3 +56,32 @@ def test_bad_files(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
         record["layer"] = "other"
     file.write_text(json.dumps(facts))
     assert "share no head" in refused(file)
+
+
+def test_two_models(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A model, itself, and itself rewritten: no drift, and some."""
+    from headwise.examine.run import fingerprint
+    from headwise.rewrite import Choice, rewrite
+    from headwise.rewrite.plan import Plan
+    from tests.rewrite.plans import describe
+
+    model, batch = ALL["bert"]()
+    model = sharpen(model).eval()
+    sites = describe(model, batch)
+    about = {"class": "BertModel", "name": "tiny", "fingerprint": fingerprint(model, {}), "sites": sites}
+    uniform = {name: [Choice("uniform")] * site["heads"] for name, site in sites.items()}
+    model.save_pretrained(tmp_path / "old")
+    rewrite(model, Plan(about, 40, 1.0, "cosine", uniform))[0].save_pretrained(tmp_path / "new")
+    options = ["--tokens", "40", "--texts", "3", "--json"]
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "old"), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["drift"] == pytest.approx(0.0, abs=1e-12)
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new"), *options]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["drift"] > 1e-9
+    assert facts["operators"] == {"uniform": 8}
+    assert len(facts["drifts"]) == 3
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new"), *options[:-1]]) == 0
+    assert "mean drift" in capsys.readouterr().out
+    (tmp_path / "other").mkdir()
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "other")]) == 2
+    assert "compare two models, or two examinations" in capsys.readouterr().err

@@ -280,9 +280,9 @@ class _Making:
             self.memory.keep_drift(key, *known)
         return known
 
-    def _whole(self, trial: Trial, plan: Sites) -> tuple[float, float]:
-        """Mean drift on the selection texts, and its standard error."""
-        key = "|".join(str(c) for _, _, c in each(plan))
+    def _whole(self, trial: Trial, plan: Sites, part: str = "") -> tuple[float, float]:
+        """Mean drift on the trial's texts, and its standard error."""
+        key = part + "|".join(str(c) for _, _, c in each(plan))
         known = self.memory.whole(key)
         if known is None:
             drifts = torch.zeros(2) if self._is_exact(plan) else trial.drift(self._replaced(plan))
@@ -335,8 +335,7 @@ class _Making:
         every = [*curve, *(point for point in uniform if not any(point is other for other in curve))]
         with trial.open():
             for index, point in enumerate(every):
-                drift = 0.0 if self._is_exact(point.sites) else float(trial.drift(self._replaced(point.sites)).mean())
-                tested[id(point)] = drift if math.isfinite(drift) else 1e9
+                tested[id(point)] = self._whole(trial, point.sites, "test|")[0]
                 self.say("measuring on test texts", index + 1, len(every))
         return [[replace(p, test=tested[id(p)]) for p in points] for points in (curve, uniform)]  # type: ignore[return-value]
 
