@@ -146,3 +146,31 @@ def test_no_serious_accessibility_fault(browser, theme: str) -> None:
 def test_the_page_prints_every_section(browser) -> None:
     printed = browser.print_page()
     assert len(printed) > 10_000  # a PDF with content, base64
+
+
+def test_the_view_of_a_plan(browser, page: Path, tmp_path: Path) -> None:
+    """Hidden without a plan; with one, a cell a head and a curve, and still no error."""
+    from headwise.examine.report import add_plan
+
+    assert not browser.find_element("id", "plan").is_displayed()
+    facts = json.loads((page.parent / "report.json").read_text())
+    (tmp_path / "report.json").write_text(json.dumps(facts))
+    names = [site["name"] for site in facts["sites"]]
+    exact, window = {"kind": "exact"}, {"kind": "window", "width": 9, "first": 1}
+    point = {"name": "", "selection": 0.1, "error": 0.0, "test": 0.12}
+    plan = {
+        "model": {"class": facts["model"]["class"]},
+        "length": 40,
+        "tolerance": 0.2,
+        "measure": "loss",
+        "choices": [exact, window],
+        "sites": {name: [exact, window, window, exact] for name in names},
+        "curve": [{**point, "cost": cost, "sites": {name: [0, 1, 1, 0] for name in names}} for cost in (0.9, 0.5, 0.1)],
+        "baselines": [],
+    }
+    browser.get(add_plan(tmp_path, plan).as_uri())
+    assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
+    assert len(browser.find_elements("css selector", "#plan-map td.chosen")) == 8
+    assert len(browser.find_elements("css selector", "#plan-curve circle")) == 3
+    assert "drift of at most 0.2" in browser.find_element("id", "plan-note").text
+    browser.get(page.as_uri())

@@ -177,3 +177,18 @@ def test_a_decoder_gets_causal_operators_and_is_judged_by_its_loss() -> None:
     assert found.measure == "loss"
     with pytest.raises(InputError, match="is causal, but nystrom"):
         headwise.plan(decoder, batches(), tolerance=0.05, choices=[Choice("nystrom", {"landmarks": 4})], effort=BRIEF)
+
+
+def test_the_examination_page_gets_a_view_of_the_plan(plan: Plan, model: nn.Module, tmp_path: Path) -> None:
+    from headwise.examine.report import add_plan, write
+    from headwise.examine.run import examine
+
+    write(examine(model, batches()[:1]), tmp_path)
+    before = (tmp_path / "report.json").read_text()
+    page = add_plan(tmp_path, plan.to_dict()).read_text()
+    data = page.partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(data)["plan"]["sites"] == plan.to_dict()["sites"]
+    assert (tmp_path / "report.json").read_text() == before
+    other = {**plan.to_dict(), "model": {**plan.model, "class": "GPT2Model"}}
+    with pytest.raises(InputError, match="examined a BertModel, but the plan is for a GPT2Model"):
+        add_plan(tmp_path, other)

@@ -26,6 +26,10 @@ def run(argv: list[str]) -> int:
         from headwise.rewrite.figure import draw
 
         files.append(draw(plan, out / "trade-off.svg"))
+    if options.report is not None:
+        from headwise.examine.report import add_plan
+
+        files.append(add_plan(options.report, plan.to_dict()))
     shutil.rmtree(_work(out), ignore_errors=True)
     print(json.dumps(plan.to_dict(), allow_nan=False)) if options.json else _print(plan, files)
     return 0
@@ -56,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         "--transfer", type=int, default=0, metavar="STEPS", help="train the chosen operators so many steps further"
     )
     parser.add_argument("-o", "--out", default="headwise-plan", metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="add a view of the plan to the page that examine wrote there",
+    )
     parser.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--allow-pickle", action="store_true", help="load pickled weights; they can run code")
@@ -75,7 +85,9 @@ def _plan(options: argparse.Namespace, command: str) -> Plan:
             options.model, allow_pickle=options.allow_pickle, trust_remote_code=options.trust_remote_code
         )
     batches, described = _feed(loaded, options)
-    kept = ("out", "resume", "json", "tolerance")
+    if options.report is not None and not (options.report / "report.json").is_file():
+        raise InputError(f"--report {options.report}: no report.json in it; run `headwise examine -o DIR` first")
+    kept = ("out", "resume", "json", "tolerance", "report")
     settings = {key: str(value) for key, value in vars(options).items() if key not in kept}
     work = _open_work(Path(options.out), fingerprint(loaded.model, settings), options.resume)
     with _bars(quiet=options.json) as progress:

@@ -292,6 +292,42 @@ function madeBy() {
   box.append(table);
 }
 
+// ---- plan: chosen operators and the trade-off ----
+const OPERATORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"];
+function plan() {
+  const found = data.plan;
+  if (!found) return;
+  byId("plan").hidden = false;
+  const kinds = [...new Set(Object.values(found.sites).flat().map((c) => c.kind))];
+  const letter = (kind) => kind[0].toUpperCase();
+  const colour = (kind) => kind === "exact" ? "var(--panel)" : OPERATORS[kinds.filter((k) => k !== "exact").indexOf(kind) % OPERATORS.length];
+  const ink = (kind) => kind === "exact" ? "var(--ink)" : ["#0072B2"].includes(colour(kind)) ? "#fff" : "#000";
+  const words = (c) => [c.kind.replaceAll("_", " "), ...Object.entries(c).filter(([k]) => k !== "kind").map(([k, v]) => `${k} ${v}`)].join(", ");
+  const table = byId("plan-map"), widest = Math.max(...Object.values(found.sites).map((r) => r.length));
+  table.append(make("thead", {}, make("tr", {}, make("td", {}), ...Array.from({ length: widest }, (_, h) => make("th", { scope: "col" }, String(h))))));
+  const body = make("tbody");
+  for (const [site, choices] of Object.entries(found.sites)) {
+    const line = make("tr", {}, make("th", { scope: "row", title: site }, short(site)));
+    choices.forEach((c, h) => line.append(make("td", { class: "chosen", title: `${short(site)}, head ${h}: ${words(c)}`, style: `background:${colour(c.kind)};color:${ink(c.kind)}` }, letter(c.kind))));
+    body.append(line);
+  }
+  table.append(body);
+  for (const kind of kinds) {
+    const count = Object.values(found.sites).flat().filter((c) => c.kind === kind).length;
+    byId("plan-legend").append(make("span", {}, make("span", { class: "swatch", style: `background:${colour(kind)};color:${ink(kind)}` }, letter(kind)), `${kind.replaceAll("_", " ")} (${count})`));
+  }
+  const drift = (p) => p.test === null ? p.selection : p.test;
+  const points = (list) => list.filter((p) => drift(p) > 0 && drift(p) < 0.6 && p.cost > 0).sort((a, b) => a.cost - b.cost).map((p) => [Math.log10(p.cost), drift(p)]);
+  const series = [["head by head", found.curve], ["one window", found.baselines.filter((p) => p.name.startsWith("window "))], ["one projection", found.baselines.filter((p) => p.name.startsWith("projected"))]]
+    .map(([name, list]) => ({ name, points: points(list) })).filter((s) => s.points.length);
+  if (series.length) {
+    const xs = series.flatMap((s) => s.points.map((p) => p[0])), ticks = [0.001, 0.01, 0.03, 0.1, 0.3, 1].map((v) => [Math.log10(v), `${100 * v} %`]).filter(([v]) => v >= Math.min(...xs) && v <= Math.max(...xs));
+    byId("plan-curve").append(chart({ series, log: true, height: 300, x: "attention cost, share of exact", y: "drift", ticks }));
+  }
+  const here = found.curve.find((p) => Object.entries(p.sites).every(([site, row]) => row.every((i, h) => words(found.choices[i]) === words(found.sites[site][h]))));
+  byId("plan-note").textContent = `Planned for ${found.length} tokens and a drift of at most ${found.tolerance} (${found.measure}).` + (here ? ` Attention costs ${format(100 * here.cost)} % of the exact one; drift on fresh texts ${format(drift(here))}.` : " This plan was edited.");
+}
+
 function theme(dark) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   byId("theme").textContent = dark ? "Light" : "Dark";
@@ -304,4 +340,4 @@ for (const name of [...names, ...others]) byId("measure").append(make("option", 
 byId("measure").addEventListener("change", (event) => { measure = event.target.value; paint(); });
 byId("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme !== "dark"));
 theme(window.matchMedia("(prefers-color-scheme: dark)").matches);
-buildMap(); paint(); choose(0, false); depth(); redundancy(); madeBy();
+buildMap(); paint(); choose(0, false); depth(); redundancy(); plan(); madeBy();
