@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise
-from headwise.rewrite import Choice
+from headwise.rewrite import Choice, rewrite
 from headwise.rewrite.make import Effort, split
 
 TEXT = Path(headwise.__file__).parent / "examine" / "data" / "moby-dick.txt"
@@ -130,7 +130,7 @@ def main() -> None:
     few += [Choice("near_far", {"block": b, "rank": 3, "first": 1}) for b in (16, 64) if 4 * b <= length]
     effort = Effort(steps=6 if options.toy else 30, texts=1, options=5, evaluations=12)
     plan = headwise.plan(model, texts, tolerance=options.tolerance, choices=few, effort=effort, price="seconds")
-    new, receipt = headwise.rewrite(model, plan)
+    new, receipt = rewrite(model, plan)
     print(receipt)
     for site, choices in plan.sites.items():
         print(f"  {site}: {', '.join(map(str, choices))}")
