@@ -11,7 +11,7 @@ orthogonal to all the old ones.  In the bases [U, U'] and [V, V'], primes for th
 
 The second line (Schur complement of t - P P^T) is the quadratic residual bound ||r||^2 / gap for all the values
 together, with their indices: `errors` is its distance from `values`.  delta is the one thing estimated, by ||P^T U_k||
-on the newest block.  A start orthogonal to a leading direction, which has probability zero, could deceive it.
+on the newest block and a margin.  A start orthogonal to a leading direction (probability zero) could deceive it.
 `residuals` needs no such assumption, and says less: for unit u, v some singular value of P lies within
 sqrt((||P v - s u||^2 + ||P^T u - s v||^2) / 2) of s (Weyl, on [[0, P], [P^T, 0]]).
 
@@ -37,6 +37,9 @@ from headwise.linalg.basis import checked_map, extend, gaussian_blocks, outside,
 from headwise.linalg.spectrum import Spectrum, rounding
 
 __all__ = ["Spectrum", "Triplets", "singular_values", "singular_vectors"]
+
+MARGIN = 1.5
+"""||D|| over what the newest block shows of it.  With 1, 12 of 799 heads were up to 1.3 estimates off; with 1.3 none."""
 
 # t / delta^2 at which the bound is evaluated: near 1 for values close to the unseen part, far for the leading ones
 LEVELS = (1 + 1e-6, 1.03, 1.1, 1.2, 1.35, 1.6, 2.2, 6.0)
@@ -207,7 +210,7 @@ def _bounded(parts: _Parts, svd: tuple[Tensor, Tensor, Tensor], r: int, shape: S
     # [B, C w] has the left vectors of [B C] to start from: its Gram matrix is diag(values^2) + (w^2 - 1) F F^T
     f = x.mT @ c
     diagonal, coupling = torch.diag_embed(values.square()), f @ f.mT
-    delta = parts.unseen.square().unsqueeze(-1)
+    delta = (MARGIN * parts.unseen).square().unsqueeze(-1)
     ceiling = torch.full_like(values, torch.inf)
     for level in LEVELS:
         stretched = torch.linalg.eigvalsh(diagonal + coupling / (level - 1)).flip(-1)
