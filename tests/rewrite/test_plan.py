@@ -12,7 +12,8 @@ from torch import nn
 import headwise
 from headwise.errors import InputError
 from headwise.rewrite import Choice, rewrite
-from headwise.rewrite.make import Effort, split
+from headwise.rewrite.effort import Effort
+from headwise.rewrite.make import split
 from headwise.rewrite.plan import Plan
 from tests.examine.models import ALL
 

@@ -78,7 +78,8 @@ def _plan(options: argparse.Namespace, command: str) -> Plan:
     from headwise.cli.progress import bar
     from headwise.examine.load import load_model
     from headwise.examine.run import fingerprint
-    from headwise.rewrite.make import QUICK, Effort, plan
+    from headwise.rewrite.effort import QUICK, Effort
+    from headwise.rewrite.make import plan
 
     with bar("loading the model", None, quiet=options.json):
         loaded = load_model(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from headwise.examine.run import check_weights, fingerprint
 from headwise.rewrite.candidates import candidates, relative_of
 from headwise.rewrite.capture import Site, capture, in_portions, sites
 from headwise.rewrite.choice import EXACT, Choice
+from headwise.rewrite.effort import Effort
 from headwise.rewrite.fit import errors, fit
 from headwise.rewrite.heads import Heads
 from headwise.rewrite.memory import Memory
@@ -33,21 +34,6 @@ Progress = Callable[[str, int, int], None]
 
 LEAST = 6
 """Batches below which there is nothing to fit to, choose by and report on."""
-
-
-@final
-@dataclass(frozen=True)
-class Effort:
-    """How long to try: steps of each fit, texts and options for each head alone, whole plans measured."""
-
-    steps: int = 120
-    texts: int = 4
-    options: int = 7
-    evaluations: int = 120
-    quick: bool = False
-
-
-QUICK = Effort(steps=60, texts=2, options=4, evaluations=30, quick=True)
 
 
 def plan(
