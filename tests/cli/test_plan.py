@@ -57,3 +57,9 @@ def test_bad_input_is_a_sentence_and_no_plan(factory: str, tmp_path: Path, capsy
         assert main(["plan", *arguments, "--quick", "-o", str(out)]) == 2
         assert words in capsys.readouterr().err
         assert not (out / "plan.json").exists()
+
+
+def test_what_is_refused_leaves_no_directory(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", factory, "--tolerance", "-1", "-o", str(tmp_path / "out")]) == 2
+    assert "tolerance" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

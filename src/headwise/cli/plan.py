@@ -7,11 +7,11 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.errors import InputError
+from headwise.errors import HeadwiseError, InputError
 
 if TYPE_CHECKING:
     from headwise.rewrite.plan import Plan, Point
@@ -91,21 +91,28 @@ def _plan(options: argparse.Namespace, command: str) -> Plan:
     kept = ("out", "resume", "json", "tolerance", "report")
     settings = {key: str(value) for key, value in vars(options).items() if key not in kept}
     work = _open_work(Path(options.out), fingerprint(loaded.model, settings), options.resume)
-    with _bars(quiet=options.json) as progress:
-        return plan(
-            loaded.model,
-            batches,
-            tolerance=options.tolerance,
-            length=options.length,
-            price=options.price,
-            effort=QUICK if options.quick else Effort(),
-            transfer=options.transfer,
-            seed=options.seed,
-            name=loaded.name,
-            made={"command": command, "data": described},
-            work=work,
-            progress=progress,
-        )
+    try:
+        with _bars(quiet=options.json) as progress:
+            return plan(
+                loaded.model,
+                batches,
+                tolerance=options.tolerance,
+                length=options.length,
+                price=options.price,
+                effort=QUICK if options.quick else Effort(),
+                transfer=options.transfer,
+                seed=options.seed,
+                name=loaded.name,
+                made={"command": command, "data": described},
+                work=work,
+                progress=progress,
+            )
+    except HeadwiseError:
+        if [x.name for x in work.iterdir()] == ["key"]:  # refused before anything was measured: leave nothing behind
+            shutil.rmtree(work)
+            with suppress(OSError):  # there was something else in it
+                work.parent.rmdir()
+        raise
 
 
 def _feed(loaded: Any, options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:

@@ -6,7 +6,6 @@ of theirs is changed.  One such model runs at a time in a process, and torch.com
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from headwise.errors import UnsupportedError
 from headwise.examine.intercept import intercept, nothing_seen
 from headwise.rewrite.apply import Plan, site_heads
+from headwise.rewrite.capture import read_call
 from headwise.rewrite.heads import Heads
-from headwise.rewrite.masks import Seen, read_mask
 
 
 class Rewritten(nn.Module):
@@ -43,7 +42,7 @@ class Rewritten(nn.Module):
             missed.discard(site)
             if site not in self.sites:
                 return original(*call, **options)
-            return _answer(site, self._at(site), original, *call, **options)
+            return _answer(site, self._at(site), original, call, options)
 
         with intercept(self.model, answer=answer):
             out = self.model(*args, **kwargs)
@@ -62,45 +61,22 @@ class Rewritten(nn.Module):
         return heads
 
 
-def _answer(
-    site: str,
-    heads: Heads,
-    original: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _answer(site: str, heads: Heads, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
     if heads.exact:
-        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return original(*call, **options)
     head, choice = next((i, c) for i, c in enumerate(heads.choices) if c.kind != "exact")
-    seen = _seen(attn_mask, query, key, is_causal)
+    q, k, v, seen, scale = read_call(*call, **options)
     if seen.full is not None:
         raise UnsupportedError(
             f"{site}: head {head} is {choice}, which cannot take a mask of shape {tuple(seen.full.shape)} that is "
             "neither padding nor causal"
         )
-    if dropout_p:
+    dropout = options.get("dropout_p", call[4] if len(call) > 4 else 0.0)
+    if dropout:
         raise UnsupportedError(
-            f"{site}: head {head} is {choice}, which cannot take attention dropout of {dropout_p:g}; call model.eval() "
+            f"{site}: head {head} is {choice}, which cannot take attention dropout of {dropout:g}; call model.eval() "
             "or make its attention without dropout"
         )
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    lead = query.shape[:-3] if query.dim() > 2 else ()
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.dim() > 2 else x[None, None] for x in (query, key, value))
     out = heads(q, k, v, keep=seen.keep, causal=seen.causal, scale=scale)
-    return out.reshape(*lead, *out.shape[-3:]) if query.dim() > 2 else out[0, 0]
-
-
-def _seen(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Seen:
-    """torch's own causality begins at the top left, so it is ours only where there are as many queries as keys."""
-    m, n = query.shape[-2], key.shape[-2]
-    if causal and m != n:
-        return Seen(None, False, torch.ones(1, 1, m, n, dtype=torch.bool, device=query.device).tril())
-    if mask is not None:
-        mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape) if mask.dim() < 4 else mask
-    return read_mask(mask, m, n, causal=causal)
+    query = call[0] if call else options["query"]
+    return out.reshape(*query.shape[:-1], out.shape[-1])
