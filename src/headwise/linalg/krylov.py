@@ -39,7 +39,7 @@ from headwise.linalg.spectrum import Spectrum, rounding
 __all__ = ["Spectrum", "Triplets", "singular_values", "singular_vectors"]
 
 MARGIN = 1.5
-"""||D|| over what the newest block shows of it.  With 1, 12 of 799 heads were up to 1.3 errors off; with 1.3 none."""
+"""||D|| over what the newest block shows of it; with 1 the estimate falls short for a few random heads."""
 
 # t / delta^2 at which the bound is evaluated: near 1 for values close to the unseen part, far for the leading ones
 LEVELS = (1 + 1e-6, 1.03, 1.1, 1.2, 1.35, 1.6, 2.2, 6.0)
