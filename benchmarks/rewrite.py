@@ -73,9 +73,9 @@ def _singles(found: Plan) -> None:
     )
 
     def row(single: Point) -> str:
-        same = [p.test for p in found.curve if p.cost <= single.cost * (1 + 1e-9) and p.test is not None]
+        same = [p for p in found.curve if p.cost <= single.cost * (1 + 1e-9)]
         far = found.cost(4096, single.sites)
-        here = f"{min(same):.4f}" if same else "—"
+        here = f"{min(same, key=lambda p: p.selection).test:.4f}" if same else "—"
         return f"{single.name:44} {single.cost:9.2%} {far:10.2%} {single.test:8.4f} {here:>18}"
 
     for single in sorted(found.baselines, key=lambda p: p.cost):

@@ -14,7 +14,7 @@ from headwise.bench.cases import ENTRIES, RECURRENT, factored_with
 from headwise.bench.clock import Timing, in_turns, timing
 from headwise.bench.fidelity import fidelity, random_heads
 from headwise.bench.scaling import Job, Scaling, collect, jobs, load
-from headwise.bench.worker import measure
+from headwise.bench.worker import memory, times
 from headwise.cli.bench import run
 from headwise.errors import HeadwiseError, InputError
 from headwise.theory.exponent import exponent
@@ -45,12 +45,14 @@ def test_work_is_done_in_turns() -> None:
 
 @pytest.mark.parametrize("name", [*ENTRIES, RECURRENT])
 def test_every_row_can_be_measured(name: str) -> None:
-    result = measure(name, 64, heads=2, width=8, rounds=1, seconds=0)
+    job = {"name": name, "heads": 2, "width": 8}
+    _, result = times([{**job, "n": 32}, {**job, "n": 64}], rounds=1, seconds=0)
     assert result["multiply_adds"] > 0
     assert result["forward"] > 0
     assert result["both"] > 0
     assert result["depth"] >= 1
     assert (result["depth"] == 64) == (name == RECURRENT)
+    assert memory({**job, "n": 64})["both_mb"] >= 0
 
 
 def test_counted_operations_grow_as_claimed() -> None:
@@ -80,28 +82,29 @@ def test_slots_do_not_matter_unless_the_projection_is_dense() -> None:
 def test_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def fake(group: list[Job]):
+    def fake(group: list[Job], rounds: int, seconds: float):
         made.extend(job.n for job in group)
-        return ({"forward": float(job.n), "both": 2.0 * job.n, "multiply_adds": 1.0} for job in group)
+        return [{"forward": float(job.n), "both": 2.0 * job.n, "multiply_adds": 1.0} for job in group]
 
-    monkeypatch.setattr("headwise.bench.scaling._in_a_process", fake)
-    todo = jobs(["efficient"], [64, 128, 256], ranks=False, rounds=1, seconds=0)
+    monkeypatch.setattr("headwise.bench.scaling._times", fake)
+    monkeypatch.setattr("headwise.bench.scaling._memory", lambda job: {"both_mb": 1.0})
+    todo = jobs(["efficient", "window 128"], [64, 128, 256], ranks=False)
     store = tmp_path / "store.jsonl"
-    collect(todo[:2], store)
+    collect(todo[:3], store)
     with store.open("a") as file:
         file.write('{"job": {"name": "eff')  # the last line of an interrupted run
     seen: list[int] = []
     whole = collect(todo, store, seen.append)
-    assert made == [64, 128, 256]
-    assert seen == [1, 2, 3]
+    assert made == [64, 128, 256, 64, 128, 256]  # each operator once
+    assert seen == [1, 2, 3, 4, 5, 6]
     assert whole.curve("efficient", "forward") == ([64, 128, 256], [64.0, 128.0, 256.0])
     assert whole.exponent("efficient", "forward").value == pytest.approx(1.0)
-    assert len(load(store)) == 3
+    assert len(load(store)) == 6
 
 
 def test_a_failure_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HeadwiseError, match="no operator 'nothing'"):
-        jobs(["nothing"], [64], ranks=False, rounds=1, seconds=0)
+        jobs(["nothing"], [64], ranks=False)
     with pytest.raises(HeadwiseError, match=r"bench: efficient at n = 0 failed: "):
         collect([Job("efficient", 0)])
 

@@ -43,7 +43,7 @@ def test_bad_files(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
         assert main(["compare", str(pair[0]), str(second)]) == 2
         return capsys.readouterr().err
 
-    assert "cannot read" in refused(tmp_path / "nowhere")
+    assert "or two models'" in refused(tmp_path / "nowhere")
     file = tmp_path / "x.json"
     file.write_text("{")
     assert "not JSON" in refused(file)

@@ -173,8 +173,13 @@ def test_an_existing_directory_is_kept(bert, tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "new" / "mine").read_text() == "keep"
 
 
-def test_a_rewritten_model_is_not_rewritten_again(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rewritten_model_is_neither_rewritten_again_nor_examined(
+    bert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, _, source, plan = bert
     assert main(["rewrite", str(source), "--plan", str(plan), "-o", str(tmp_path / "new")]) == 0
     assert main(["rewrite", str(tmp_path / "new"), "--plan", str(plan), "-o", str(tmp_path / "twice")]) == 2
-    assert "was rewritten already" in capsys.readouterr().err
+    assert "was rewritten" in capsys.readouterr().err
+    assert main(["examine", str(tmp_path / "new"), "-o", str(tmp_path / "report")]) == 2
+    assert "works on the original model" in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()

@@ -171,6 +171,41 @@ def test_transfer_trains_the_chosen_operators_further(model: nn.Module, plan: Pl
     assert drifts == sorted(drifts)
 
 
+def test_an_interrupted_transfer_goes_on(model: nn.Module, tmp_path: Path) -> None:
+    """With every head asked to be near_far there is more than one operator to train; none is trained twice."""
+    options = {"tolerance": 1.0, "choices": FEW[2:], "effort": BRIEF, "transfer": 5}
+    plain = headwise.plan(model, batches(), **options)
+    trained = []
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what.startswith("training"):
+            trained.append((done, total))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        headwise.plan(model, batches(), progress=interrupt, work=tmp_path, **options)
+    assert trained[0][0] == 1 < trained[0][1]
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.glob("fit-*.pt")}
+    again = headwise.plan(model, batches(), work=tmp_path, **options)
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    assert [(p.sites, p.selection, p.test) for p in again.curve] == [
+        (p.sites, p.selection, p.test) for p in plain.curve
+    ]
+    assert all(torch.equal(x, plain.fitted[key][name]) for key, own in again.fitted.items() for name, x in own.items())
+
+
+def test_work_of_other_texts_is_not_mixed_in(model: nn.Module, tmp_path: Path) -> None:
+    options = {"tolerance": 0.05, "choices": FEW, "effort": BRIEF, "work": tmp_path / "work"}
+    headwise.plan(model, batches(), **options)
+    with pytest.raises(InputError, match="other texts"):
+        headwise.plan(model, batches(count=8), **options)
+    with pytest.raises(InputError, match="other settings"):
+        headwise.plan(model, batches(), seed=1, **options)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write to"):
+        headwise.plan(model, batches(), **{**options, "work": tmp_path / "file" / "work"})
+
+
 def test_a_decoder_gets_causal_operators_and_is_judged_by_its_loss() -> None:
     torch.manual_seed(0)
     decoder = ALL["gpt2"]()[0].eval()

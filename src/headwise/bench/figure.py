@@ -14,20 +14,30 @@ def draw(scaling: Scaling, path: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    marks = "osv^D<>pP*Xd+"
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 6), sharey=True)
+    marks, colors = "osv^D<>pP*Xd+", pyplot.get_cmap("tab20")
+    names = scaling.names()
     for axis, what, title in zip(axes, ("forward", "both"), ("forward", "forward and backward"), strict=True):
-        for i, name in enumerate(scaling.names()):
+        for i, name in enumerate(names):
             n, seconds = scaling.curve(name, what)
-            label = f"{name}: n^{scaling.exponent(name, what).value:.2f}" if len(n) > 1 else name
-            axis.loglog(n, seconds, marker=marks[i % len(marks)], markersize=4, linewidth=1, label=label)
+            style = {"marker": marks[i % len(marks)], "color": colors((2 * i + (i >= 10)) % 20)}
+            axis.loglog(n, seconds, markersize=5, linewidth=1.2, label=name, **style)
         axis.set_xscale("log", base=2)
         axis.set_xlabel("n")
         axis.set_title(title)
-        axis.grid(True, which="both", linewidth=0.3)
-        axis.legend(fontsize=7)
+        axis.grid(True, which="major", linewidth=0.3)
     axes[0].set_ylabel("seconds")
-    figure.tight_layout()
+    handles = axes[0].get_legend_handles_labels()[0]
+    labels = [_label(scaling, name) for name in names]
+    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(names) // 4), 1, 1))
     figure.savefig(path)
     pyplot.close(figure)
     return path
+
+
+def _label(scaling: Scaling, name: str) -> str:
+    """The name and both exponents."""
+    if len(scaling.curve(name, "forward")[0]) < 2:
+        return name
+    return f"{name}: n^{' / '.join(f'{scaling.exponent(name, what).value:.2f}' for what in ('forward', 'both'))}"

@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from headwise.bench.cases import ENTRIES, RECURRENT
@@ -27,12 +27,6 @@ class Job:
     rank: int | None = None
     heads: int = 8
     width: int = 64
-    rounds: int = 5
-    seconds: float = 20.0
-
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -71,41 +65,49 @@ def claim(name: str) -> tuple[str, float]:
     return ("O(n), n steps", 1.0) if name == RECURRENT else (ENTRIES[name].claim, ENTRIES[name].exponent)
 
 
-def jobs(names: Sequence[str] | None, lengths: Sequence[int], *, ranks: bool, rounds: int, seconds: float) -> list[Job]:
-    """Shortest first, so that an interrupted run has something of everything."""
+def jobs(names: Sequence[str] | None, lengths: Sequence[int], *, ranks: bool) -> list[Job]:
+    """Every operator at every length that it can do in minutes; projections over their number of slots."""
     names = [RECURRENT, *ENTRIES] if names is None else list(names)
     if unknown := [name for name in names if name not in ENTRIES and name != RECURRENT]:
         raise InputError(f"bench: no operator {unknown[0]!r}; there are {', '.join([RECURRENT, *ENTRIES])}")
     longest = {name: 16384 if name == RECURRENT else ENTRIES[name].longest for name in names}
-    todo = [
-        Job(name, n, rounds=rounds, seconds=seconds) for n in sorted(lengths) for name in names if n <= longest[name]
-    ]
+    todo = [Job(name, n) for name in names for n in sorted(lengths) if n <= longest[name]]
     if ranks:
         n = max(n for n in lengths if n <= 16384)
-        wanted = [r for r in RANKS if r <= n]
-        todo += [Job(name, n, r, rounds=rounds, seconds=seconds) for name in PROJECTIONS for r in wanted]
+        todo += [Job(name, n, r) for name in PROJECTIONS for r in RANKS if r <= n]
     return todo
 
 
 def run(
-    todo: Sequence[Job], store: Path | None = None, *, together: bool = False
+    todo: Sequence[Job],
+    store: Path | None = None,
+    *,
+    rounds: int = 5,
+    seconds: float = 60.0,
+    together: bool = False,
 ) -> Iterator[tuple[Job, dict[str, float]]]:
     """Measurements as they come; those already in `store` are not made again.
 
-    Each is made in a process of its own, or, `together`, all in one, which is quicker and does not know their memory.
+    All lengths of an operator are timed in turns in one process, and have their memory measured in one each.  Or,
+    `together`, everything is timed in turns in one process, which is quicker and does not know the memory.
     """
     known = load(store)
     if store is not None and store.exists() and not store.read_text().endswith("\n"):
         store.write_text(store.read_text() + "\n")  # an interrupted run left half a line
-    missing = [job for job in todo if job not in known]
-    yield from ((job, known[job]) for job in todo if job in known)
-    for group in [missing] if together and missing else [[job] for job in missing]:
-        for job, result in zip(group, _in_a_process(group), strict=True):
-            result = {**result, "forward_mb": math.nan, "both_mb": math.nan} if together else result
+    groups: dict[object, list[Job]] = {}
+    for job in todo:
+        groups.setdefault(None if together else (job.name, job.rank is None), []).append(job)
+    for group in groups.values():
+        if any(job not in known for job in group):
+            made = _times(group, rounds, seconds)
+            for job, found in zip(group, made, strict=True):
+                found.update({"forward_mb": math.nan, "both_mb": math.nan} if together else _memory(job))
             if store is not None:
+                lines = [json.dumps({"job": asdict(job), "result": x}) for job, x in zip(group, made, strict=True)]
                 with store.open("a") as file:
-                    file.write(json.dumps({"job": asdict(job), "result": result}) + "\n")
-            yield job, result
+                    file.write("\n".join(lines) + "\n")
+            known.update(zip(group, made, strict=True))
+        yield from ((job, known[job]) for job in group)
 
 
 def load(store: Path | None) -> dict[Job, dict[str, float]]:
@@ -118,7 +120,8 @@ def load(store: Path | None) -> dict[Job, dict[str, float]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        known[Job(**row["job"])] = row["result"]
+        if set(row["job"]) == {field.name for field in fields(Job)}:  # older versions measured otherwise
+            known[Job(**row["job"])] = row["result"]
     return known
 
 
@@ -127,27 +130,33 @@ def collect(
     store: Path | None = None,
     done: Callable[[int], None] | None = None,
     *,
+    rounds: int = 5,
+    seconds: float = 60.0,
     together: bool = False,
 ) -> Scaling:
     results = {}
-    for count, (job, result) in enumerate(run(todo, store, together=together), start=1):
+    found = run(todo, store, rounds=rounds, seconds=seconds, together=together)
+    for count, (job, result) in enumerate(found, start=1):
         results[job] = result
         if done is not None:
             done(count)
     return Scaling(results)
 
 
-def _in_a_process(group: Sequence[Job]) -> Iterator[dict[str, float]]:
-    command = [sys.executable, "-m", "headwise.bench.worker", json.dumps([asdict(job) for job in group])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        count = 0
-        for line in process.stdout:
-            yield json.loads(line)
-            count += 1
-        complaint = process.stderr.read().strip().splitlines()
-    if process.returncode or count < len(group):
-        job = group[min(count, len(group) - 1)]
+def _times(group: Sequence[Job], rounds: int, seconds: float) -> list[dict[str, float]]:
+    given = {"jobs": [asdict(job) for job in group], "rounds": rounds, "seconds": seconds}
+    return _in_a_process("times", given, f"{group[0].name} at n = {', '.join(str(job.n) for job in group)}")
+
+
+def _memory(job: Job) -> dict[str, float]:
+    return _in_a_process("memory", asdict(job), f"{job.name} at n = {job.n}")[0]
+
+
+def _in_a_process(what: str, given: dict, who: str) -> list[dict[str, float]]:
+    command = [sys.executable, "-m", "headwise.bench.worker", what, json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        complaint = done.stderr.strip().splitlines()
         last = complaint[-1] if complaint else "killed, probably for want of memory"
-        raise HeadwiseError(f"bench: {job.name} at n = {job.n} failed: {last}")
+        raise HeadwiseError(f"bench: {who} failed: {last}")
+    return [json.loads(line) for line in done.stdout.splitlines()]

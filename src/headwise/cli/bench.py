@@ -56,14 +56,14 @@ def _scaling(options: argparse.Namespace) -> int:
     from headwise.bench.scaling import LENGTHS, QUICK, collect, jobs
 
     lengths = _lengths(options.n, QUICK if options.quick else LENGTHS)
-    rounds, seconds = options.rounds or (2 if options.quick else 5), 2.0 if options.quick else 20.0
-    todo = jobs(options.operators, lengths, ranks=options.operators is None, rounds=rounds, seconds=seconds)
+    rounds, seconds = options.rounds or (2 if options.quick else 5), 20.0 if options.quick else 60.0
+    todo = jobs(options.operators, lengths, ranks=options.operators is None)
     options.out.mkdir(parents=True, exist_ok=True)
     store = options.out / "scaling.jsonl"
     if options.fresh:
         store.unlink(missing_ok=True)
     with bar("measuring", len(todo), quiet=options.json) as advance:
-        scaling = collect(todo, store, advance, together=options.quick)
+        scaling = collect(todo, store, advance, rounds=rounds, seconds=seconds, together=options.quick)
     files = [options.out / "scaling.json", *_figure(scaling, options.out / "scaling.svg")]
     files[0].write_text(json.dumps(scaling.to_dict(), indent=1))
     if options.json:
@@ -86,27 +86,23 @@ def _figure(scaling: Scaling, path: Path) -> list[Path]:
 def _print_scaling(scaling: Scaling) -> None:
     from headwise.bench.scaling import PROJECTIONS, claim
 
-    rows = []
+    fits, sizes = [], []
     for name in scaling.names():
         n, seconds = scaling.curve(name, "forward")
-        both, memory = scaling.curve(name, "both")[1], scaling.curve(name, "both_mb")[1]
-        fits = [scaling.exponent(name, what) for what in ("forward", "both")]
-        depth = scaling.curve(name, "depth")[1][-1]
-        rows.append(
-            [
-                name,
-                claim(name)[0],
-                str(n[-1]),
-                _seconds(seconds[-1]),
-                _seconds(both[-1]),
-                "" if math.isnan(memory[-1]) else f"{memory[-1]:.0f}",
-                f"{scaling.curve(name, 'multiply_adds')[1][-1]:.2e}",
-                f"{depth:.0f}",
-                *(f"{fit.value:.2f} ± {fit.half_width:.2f}" for fit in fits),
-            ]
+        both, memory, counted, depth = (
+            scaling.curve(name, what)[1][-1] for what in ("both", "both_mb", "multiply_adds", "depth")
         )
-    head = ["operator", "claimed", "n", "forward", "f + b", "MB", "mult-adds", "depth", "n^a forward", "n^a f + b"]
-    _table("One attention, 8 heads of 64, at the longest n; exponents over the four longest", head, rows)
+        megabytes = "" if math.isnan(memory) else f"{memory:.0f}"
+        sizes.append(
+            [name, str(n[-1]), _seconds(seconds[-1]), _seconds(both), megabytes, f"{counted:.2e}", f"{depth:g}"]
+        )
+        found = [scaling.exponent(name, what) for what in ("multiply_adds", "forward", "both")]
+        cells = [f"{x.value:.2f} ± {x.half_width:.2f}" for x in found[1:]]
+        fits.append([name, claim(name)[0], f"{found[0].value:.2f}", *cells])
+    head = ["operator", "claimed", "counted", "forward", "forward + backward"]
+    _table("Exponents of n over the four longest lengths", head, fits)
+    head = ["operator", "n", "forward", "f + b", "MB", "mult-adds", "depth"]
+    _table("One attention, 8 heads of 64, at the longest n", head, sizes)
     ranked = [(name, scaling.by_rank(name, "forward")) for name in PROJECTIONS]
     if any(x for _, x in ranked):
         ranks = [str(r) for r, _ in ranked[0][1]]

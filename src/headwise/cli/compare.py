@@ -28,6 +28,9 @@ def run(argv: list[str]) -> int:
 
     from headwise.rewrite.beside import is_model
 
+    for path in (options.a, options.b):
+        if not path.exists():
+            raise InputError(f"there is no {path}; name two directories that examine wrote, or two models'")
     models = [is_model(path) for path in (options.a, options.b)]
     if all(models):
         return _models(options)

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,16 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     rank = _join_processes()
+    new = not Path(options.out).exists()
     out = _writable(Path(options.out)) if rank == 0 else Path(options.out)
     command = "headwise examine " + shlex.join(argv)
-    examination = _examine(options, out, command, quiet=rank != 0 or options.json)
+    try:
+        examination = _examine(options, out, command, quiet=rank != 0 or options.json)
+    except InputError:
+        if new and rank == 0:
+            with suppress(OSError):  # there is work in it to go on with
+                out.rmdir()
+        raise
     if rank != 0:
         return 0
     from headwise.examine.report import write

@@ -7,11 +7,11 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.errors import HeadwiseError, InputError
+from headwise.errors import InputError
 
 if TYPE_CHECKING:
     from headwise.rewrite.plan import Plan, Point
@@ -77,7 +77,6 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace, command: str) -> Plan:
     from headwise.cli.progress import bar
     from headwise.examine.load import load_model
-    from headwise.examine.run import fingerprint
     from headwise.rewrite.effort import QUICK, Effort
     from headwise.rewrite.make import plan
 
@@ -88,31 +87,24 @@ def _plan(options: argparse.Namespace, command: str) -> Plan:
     batches, described = _feed(loaded, options)
     if options.report is not None and not (options.report / "report.json").is_file():
         raise InputError(f"--report {options.report}: no report.json in it; run `headwise examine -o DIR` first")
-    kept = ("out", "resume", "json", "tolerance", "report")
-    settings = {key: str(value) for key, value in vars(options).items() if key not in kept}
-    work = _open_work(Path(options.out), fingerprint(loaded.model, settings), options.resume)
-    try:
-        with _bars(quiet=options.json) as progress:
-            return plan(
-                loaded.model,
-                batches,
-                tolerance=options.tolerance,
-                length=options.length,
-                price=options.price,
-                effort=QUICK if options.quick else Effort(),
-                transfer=options.transfer,
-                seed=options.seed,
-                name=loaded.name,
-                made={"command": command, "data": described},
-                work=work,
-                progress=progress,
-            )
-    except HeadwiseError:
-        if [x.name for x in work.iterdir()] == ["key"]:  # refused before anything was measured: leave nothing behind
-            shutil.rmtree(work)
-            with suppress(OSError):  # there was something else in it
-                work.parent.rmdir()
-        raise
+    work = _work(Path(options.out))
+    if not options.resume:
+        shutil.rmtree(work, ignore_errors=True)
+    with _bars(quiet=options.json) as progress:
+        return plan(
+            loaded.model,
+            batches,
+            tolerance=options.tolerance,
+            length=options.length,
+            price=options.price,
+            effort=QUICK if options.quick else Effort(),
+            transfer=options.transfer,
+            seed=options.seed,
+            name=loaded.name,
+            made={"command": command, "data": described},
+            work=work,
+            progress=progress,
+        )
 
 
 def _feed(loaded: Any, options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
@@ -135,23 +127,8 @@ def _feed(loaded: Any, options: argparse.Namespace) -> tuple[list[Any], dict[str
 
 
 def _work(out: Path) -> Path:
+    """Where fits and drifts are kept until the plan is written."""
     return out / ".unfinished"
-
-
-def _open_work(out: Path, key: str, resume: bool) -> Path:
-    """Where fits and drifts are kept until the plan is written; another run's are not mixed in."""
-    work = _work(out)
-    mark = work / "key"
-    if resume and mark.exists() and mark.read_text() != key:
-        raise InputError(f"{work} holds the unfinished work of another model or other options; run without --resume")
-    try:
-        if not resume:
-            shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True, exist_ok=True)
-        mark.write_text(key)
-    except OSError as error:
-        raise InputError(f"cannot write to {out}: {error.strerror or error}; choose another directory") from error
-    return work
 
 
 @contextmanager

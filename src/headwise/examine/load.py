@@ -122,6 +122,11 @@ def _pretrained(source: Path | str, name: str, allow_pickle: bool, trust: bool, 
             model = _second_try(transformers, source, options, name)
         else:
             raise InputError(f"cannot load {name}: {one_line(error)}") from error
+    if isinstance(getattr(model.config, "headwise", None), dict):  # read here, its heads would be the exact ones again
+        raise InputError(
+            f"{name} was rewritten: its heads are other operators, and this works on the original model; "
+            "headwise.rewrite.load opens it, headwise compare OLD NEW shows how far it is from the original"
+        )
     return Loaded(model.eval(), name, source, gguf, trust=trust)
 
 

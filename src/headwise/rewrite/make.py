@@ -23,10 +23,11 @@ from headwise.rewrite.choice import EXACT, Choice
 from headwise.rewrite.effort import Effort
 from headwise.rewrite.fit import errors, fit
 from headwise.rewrite.heads import Heads
-from headwise.rewrite.memory import Memory
+from headwise.rewrite.memory import Memory, digest
 from headwise.rewrite.plan import Plan, Point, Sites, each
 from headwise.rewrite.search import Found, Head, Option, pareto, search, undominated
 from headwise.rewrite.timing import seconds, timed
+from headwise.rewrite.transfer import transfer
 from headwise.rewrite.trial import Replace, Trial, measure_for
 
 Progress = Callable[[str, int, int], None]
@@ -124,11 +125,13 @@ class _Making:
         self.measure, self.measured_by = measure_for(model, batches[0], causal=self.causal)
         self.fitted: dict[tuple[str, Choice], dict[str, Tensor]] = {}
         self.own_error: dict[tuple[str, Choice], Tensor] = {}
-        self.memory = Memory(work)
         self.price = price
         self.prices = self._prices()
+        settings = [seed, self.length, effort.steps, effort.texts, *map(str, self.choices)]
+        self.memory = Memory(work, fingerprint(model, {"settings": settings, "texts": digest(batches)}))
+        self.stage = ""  # goes before what is remembered of whole plans: their tensors change once, by transfer
 
-    def run(self, tolerance: float, transfer: int, name: str, made: Mapping[str, Any]) -> Plan:
+    def run(self, tolerance: float, more: int, name: str, made: Mapping[str, Any]) -> Plan:
         self._fit()
         trial = Trial(self.model, self.parts[1], self.measure, list(self.sites))
         with trial.open():
@@ -142,8 +145,8 @@ class _Making:
                 seed=self.seed,
                 progress=lambda done: self.say("measuring whole plans", done, self.effort.evaluations),
             )
-        if transfer:
-            curve, uniform = self._transfer(trial, curve, uniform, tolerance, transfer)
+        if more:
+            curve, uniform = self._transfer(trial, curve, uniform, tolerance, more)
         curve, uniform = self._test(curve, uniform)
         found = Plan(
             self._described(name),
@@ -159,7 +162,7 @@ class _Making:
                 **made,
                 "seed": self.seed,
                 "price": self.price,
-                "transfer": transfer,
+                "transfer": more,
                 "texts": [len(part) for part in self.parts],
                 "effort": vars(self.effort),
             },
@@ -268,7 +271,7 @@ class _Making:
 
     def _whole(self, trial: Trial, plan: Sites, part: str = "") -> tuple[float, float]:
         """Mean drift on the trial's texts, and its standard error."""
-        key = part + "|".join(str(c) for _, _, c in each(plan))
+        key = self.stage + part + "|".join(str(c) for _, _, c in each(plan))
         known = self.memory.whole(key)
         if known is None:
             drifts = torch.zeros(2) if self._is_exact(plan) else trial.drift(self._replaced(plan))
@@ -281,29 +284,23 @@ class _Making:
     def _transfer(
         self, trial: Trial, curve: list[Point], uniform: list[Point], tolerance: float, steps: int
     ) -> tuple[list[Point], list[Point]]:
-        """Train the operators of the cheapest plan within the tolerance further, to the heads' outputs as before.
-
-        The first stage of LoLCATs (Zhang et al. 2024).  Every plan that shares their tensors is measured again.
-        """
+        """Train the operators of the cheapest plan within the tolerance further; measure again what shares them."""
         chosen = min((p for p in curve if p.meets(tolerance)), key=lambda p: p.cost)
-        learned = {site: {c for c in choices if self.fitted[site, c]} for site, choices in chosen.sites.items()}
-        names = {site: self.sites[site] for site, choices in learned.items() if choices}
-        done = 0
-        for portion in in_portions(names, len(self.parts[0]), self.budget):
-            samples = capture(self.model, self.parts[0], portion)
-            for site in portion:
-                for choice in sorted(learned[site], key=str):
-                    self.fitted[site, choice] = fit(
-                        choice,
-                        samples[site],
-                        length=self.length,
-                        steps=steps,
-                        generator=torch.Generator().manual_seed(self.seed + 1),
-                        start=self.fitted[site, choice],
-                    )
-                done += 1
-                self.say("training the chosen operators further", done, len(names))
-        self.memory = Memory(None)  # what was measured before holds no longer
+        learned = transfer(
+            self.model,
+            self.parts[0],
+            self.sites,
+            self.fitted,
+            [(site, choice) for site, _, choice in each(chosen.sites) if self.fitted[site, choice]],
+            length=self.length,
+            steps=steps,
+            seed=self.seed + 1,
+            memory=self.memory,
+            budget=self.budget,
+            say=self.say,
+        )
+        self.fitted.update(learned)
+        self.stage = f"{steps} more for {sorted(map(str, learned))}|"
         with trial.open():
             again = [[self._again(trial, p) for p in points] for points in (curve, uniform)]
         return [found.point for found in pareto([Found(p, 0.0) for p in [*again[0], *again[1]]])], again[1]

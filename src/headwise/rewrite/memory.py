@@ -6,29 +6,48 @@ import base64
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.errors import InputError
 from headwise.rewrite.choice import Choice
 
 Fits = dict[Choice, tuple[dict[str, Tensor], Tensor]]
 
 
 class Memory:
-    """Fits of each site, drifts of single heads, drifts of whole plans; without a directory, for this run alone."""
+    """Fits of each site, drifts of single heads, drifts of whole plans; without a directory, for this run alone.
 
-    def __init__(self, directory: Path | None) -> None:
+    key   tells one search from another; a directory that holds another's work is refused, not mixed in
+    """
+
+    def __init__(self, directory: Path | None, key: str) -> None:
         self.directory = directory
         self.drifts: dict[str, Any] = {}
         self.wholes: dict[str, Any] = {}
-        if directory is not None:
+        if directory is None:
+            return
+        mark = directory / "key"
+        if mark.exists() and mark.read_text(encoding="utf-8") != key:
+            raise InputError(
+                f"{directory} holds the unfinished work of another model, other texts or other settings; "
+                "name another directory, or begin anew"
+            )
+        try:
             directory.mkdir(parents=True, exist_ok=True)
-            self.drifts, self.wholes = _lines(directory / "drifts.jsonl"), _lines(directory / "plans.jsonl")
+            mark.write_text(key, encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {directory}: {error.strerror or error}; choose another directory"
+            ) from error
+        self.drifts, self.wholes = _lines(directory / "drifts.jsonl"), _lines(directory / "plans.jsonl")
 
     def fitted(self, site: str) -> Fits | None:
+        """What was fitted to a site, or under any other name."""
         if self.directory is None or not (file := self._file(site)).exists():
             return None
         rows = torch.load(file, weights_only=True)
@@ -71,6 +90,21 @@ class Memory:
     def _file(self, site: str) -> Path:
         assert self.directory is not None
         return self.directory / f"fit-{_short(site)}.pt"
+
+
+def digest(batches: Iterable[Any]) -> str:
+    """Tells one set of batches from another."""
+    found = hashlib.sha256()
+    for batch in batches:
+        parts = batch.items() if isinstance(batch, Mapping) else [("", batch)] if isinstance(batch, Tensor) else batch
+        for part in parts:
+            for x in part if isinstance(part, tuple) else (part,):
+                if isinstance(x, Tensor):
+                    found.update(f"{x.dtype}{tuple(x.shape)}".encode())
+                    found.update(x.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
+                else:
+                    found.update(repr(x).encode())
+    return found.hexdigest()
 
 
 def _packed(x: Tensor) -> str:

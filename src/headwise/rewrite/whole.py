@@ -19,8 +19,6 @@ def load_whole(spec: str | None, *, allow_pickle: bool = False, trust_remote_cod
     name = next(iter(getattr(config, "architectures", None) or ()), None)
     if name is None or name == type(loaded.model).__name__:
         return loaded
-    if isinstance(getattr(config, "headwise", None), dict):
-        raise InputError(f"{loaded.name} was rewritten already; rewrite the original model")
     cls = getattr(transformers_library(), name, None)
     if cls is None:
         return loaded
