@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: the median, and the distance between quartiles."""
+    """Seconds: the median, and the distance between quartiles, NaN where there is only one."""
 
     median: float
     spread: float
@@ -43,7 +45,15 @@ def in_turns(
 
 
 def timing(seconds: list[float]) -> Timing:
+    if len(seconds) == 1:
+        return Timing(seconds[0], math.nan)
     if len(seconds) < 3:
         return Timing(statistics.median(seconds), max(seconds) - min(seconds))
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return Timing(middle, high - low)
+
+
+def without_nan(found: dict[str, Any]) -> dict[str, Any]:
+    """NaN is no JSON."""
+    parts = {key: without_nan(x) if isinstance(x, dict) else x for key, x in found.items()}
+    return {key: None if x != x else x for key, x in parts.items()}

@@ -8,14 +8,14 @@ so layers differ less than their attention does.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 
 from headwise.bench.cases import RANK, entry
-from headwise.bench.clock import Timing, in_turns
+from headwise.bench.clock import Timing, in_turns, without_nan
 from headwise.errors import InputError
 from headwise.nn.builders import LearnedProjection
 from headwise.nn.multihead import MultiHead
@@ -164,7 +164,7 @@ class Comparison:
     ratio_both: float
 
     def to_dict(self) -> dict[str, object]:
-        return asdict(self)
+        return without_nan(asdict(self))
 
 
 def ours(name: str, n: int) -> nn.Module:
@@ -181,7 +181,7 @@ def absent() -> list[Peer]:
 
 
 def compare(
-    n: int, *, names: Sequence[str] | None = None, rounds: int = 5, seconds: float = 60.0
+    n: int, *, names: Collection[str] | None = None, rounds: int = 5, seconds: float = 60.0
 ) -> tuple[list[Comparison], dict[str, str]]:
     """Every installed peer and every layer of ours in turns at one length; and why a peer could not run."""
     torch.manual_seed(0)
@@ -189,6 +189,7 @@ def compare(
         known = [*OURS, *(peer.name for peer in PEERS)]
         if unknown := [name for name in names if name not in known]:
             raise InputError(f"bench peers: {unknown[0]!r} is not among {', '.join(known)}")
+        names = {*names, *(peer.ours for peer in PEERS if peer.name in names)}  # a peer runs against something
     layers: dict[str, nn.Module] = {}
     against: dict[str, str] = {}
     failed: dict[str, str] = {}

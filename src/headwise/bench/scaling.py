@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from headwise.bench.cases import ENTRIES, RECURRENT
+from headwise.bench.clock import without_nan
 from headwise.errors import HeadwiseError, InputError
 from headwise.theory.exponent import Exponent, exponent
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 QUICK = (256, 512, 1024)
 RANKS = (64, 128, 256, 512)
+FITTED = ("forward", "both", "multiply_adds")
 PROJECTIONS = ("factored pooling", "factored CountSketch", "factored dense")
 
 
@@ -51,12 +53,13 @@ class Scaling:
         return sorted((job.rank, x[what]) for job, x in self.results.items() if job.name == name and job.rank)
 
     def to_dict(self) -> dict[str, object]:
-        rows = [{**asdict(job), **x} for job, x in self.results.items()]
+        rows = [without_nan({**asdict(job), **x}) for job, x in self.results.items()]
         fits = {
-            name: {what: asdict(self.exponent(name, what)) for what in ("forward", "both", "multiply_adds")}
+            name: {
+                what: without_nan(asdict(self.exponent(name, what))) for what in ("forward", "both", "multiply_adds")
+            }
             for name in self.names()
         }
-        rows = [{key: None if x != x else x for key, x in row.items()} for row in rows]  # NaN is no JSON
         return {"schema": 1, "rows": rows, "exponents": fits, "claims": {n: claim(n)[0] for n in self.names()}}
 
 

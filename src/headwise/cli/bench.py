@@ -111,34 +111,32 @@ def _print_scaling(scaling: Scaling) -> None:
 
 
 def _peers(options: argparse.Namespace) -> int:
-    from headwise.bench.peers import absent, compare
+    from headwise.bench.peers import OURS, absent, compare
 
     rounds = options.rounds or (2 if options.quick else 5)
     lengths = _lengths(options.n, (512,) if options.quick else (1024, 4096, 16384))
     rows, failed = [], {}
     with bar("measuring", len(lengths), quiet=options.json) as advance:
         for count, n in enumerate(lengths, start=1):
-            more, wrong = compare(n, names=options.layers, rounds=rounds, seconds=5.0 if options.quick else 60.0)
+            more, wrong = compare(n, names=options.layers, rounds=rounds, seconds=5.0 if options.quick else 150.0)
             rows, failed = rows + more, {**failed, **wrong}
             advance(count)
     missing = [peer.package for peer in absent()]
     if options.json:
         print(json.dumps({"rows": [row.to_dict() for row in rows], "absent": missing, "failed": failed}))
         return 0
-    cells = [
-        [
-            row.name,
-            str(row.n),
-            _timing(row.forward),
-            _timing(row.both),
-            row.against,
-            f"{row.ratio_forward:.2f}",
-            f"{row.ratio_both:.2f}",
-        ]
-        for row in rows
-    ]
-    head = ["layer", "n", "forward", "f + b", "against", "ratio f", "ratio f + b"]
-    _table("Layers of width 512, 8 heads; a peer's ratio is its time over ours, ours is exact's over it", head, cells)
+    for n in lengths:
+        there = [row for row in rows if row.n == n]
+        own = [row for row in there if row.name in OURS]
+        head = ["layer, and others' of its kind", "forward, ms", "f + b, ms", "ratio f", "f + b"]
+        cells = []
+        for mine in own:
+            for row in [mine, *(row for row in there if row not in own and row.against == mine.name)]:
+                name = row.name if row is mine else f"  {row.name}"
+                ratios = ["" if math.isnan(x) else f"{x:.2f}" for x in (row.ratio_forward, row.ratio_both)]
+                cells.append([name, _timing(row.forward), _timing(row.both), *ratios])
+        _table(f"Layers of width 512, 8 heads, n = {n}", head, cells)
+    print("Ratios: of ours, exact's time over theirs; of the others, their time over ours above them.")
     if missing:
         print("absent:", ", ".join(missing))
     for name, why in failed.items():
@@ -259,14 +257,17 @@ def _seconds(x: float) -> str:
 
 
 def _timing(x: Any) -> str:
-    return f"{_seconds(x.median)} ± {_seconds(x.spread)}"
+    """Milliseconds: 43.2 ± 2.2"""
+    return f"{1000 * x.median:.4g}" + ("" if math.isnan(x.spread) else f" ± {1000 * x.spread:.2g}")
 
 
 def _table(title: str, head: list[str], rows: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*head, title=title)
+    table = Table(title=title, title_justify="left")
+    for index, heading in enumerate(head):
+        table.add_column(heading, no_wrap=not index, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
     Console().print(table)
