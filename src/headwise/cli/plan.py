@@ -16,6 +16,8 @@ from headwise.errors import InputError
 if TYPE_CHECKING:
     from headwise.rewrite.plan import Plan, Point
 
+TOLERANCES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
+
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
@@ -157,25 +159,29 @@ def _print(plan: Plan, files: list[Path]) -> None:
 
     console = Console()
     table = Table(title=f"{plan.model['name']}: attention cost against drift", title_justify="left")
-    headings = ("", f"cost at {plan.length}", "at 4096", "drift (selection)", "drift (test)", "best single operator")
+    headings = ("tolerance", f"cost at {plan.length}", "at 4096", "drift", "on test", "best single operator")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("", headings[-1]) else "right")
-    chosen = plan.point
-    for point in plan.curve:
-        if point.selection > 0.5:
+        table.add_column(heading, justify="left" if heading == headings[-1] else "right", no_wrap=True)
+    chosen, last = plan.point, None
+    for tolerance in sorted({*TOLERANCES, plan.tolerance}):
+        point = plan.at(tolerance).point
+        if point is None or (point is last and tolerance != plan.tolerance):
             continue
         row = (
-            "→" if point is chosen else "",
+            ("→ " if tolerance == plan.tolerance else "") + f"{tolerance:g}",
             f"{point.cost:.1%}",
-            f"{plan.cost(4096, point.sites):.1%}",
-            f"{point.selection:.4f} ± {point.error:.4f}",
+            f"{plan.cost(4096, point.sites):.2%}",
+            f"{point.selection:.4f}",
             f"{point.test:.4f}",
             _best_single(plan, point),
         )
-        table.add_row(*row, style="bold" if point is chosen else None)
+        table.add_row(*row, style="bold" if tolerance == plan.tolerance else None)
+        last = point
     console.print(table)
     timing = plan.timing
     console.print(f"On this machine attention takes {timing['ratio']:.0%} of the exact time at {plan.length}.")
+    if timing["ratio"] > 1:
+        console.print("Multiply-adds are not time: short sequences gain nothing; --price seconds plans by the clock.")
     if chosen is not None and chosen.test is not None and chosen.test > plan.tolerance:
         console.print(f"On the test texts the drift is {chosen.test:.4f}, above the tolerance of {plan.tolerance:g}.")
     for site, why in plan.left.items():
@@ -190,4 +196,4 @@ def _best_single(plan: Plan, point: Point) -> str:
     if not cheap:
         return "none is as cheap"
     best = min(cheap, key=lambda other: other.test if other.test is not None else other.selection)
-    return f"{best.test:.4f} {best.name}"
+    return f"{best.test:.4f} {best.name.split()[0]}"

@@ -83,19 +83,20 @@ def _attention_table(receipt: Any, out: Path) -> None:
     from rich.table import Table
 
     table = Table(title=f"{receipt.what}: {len(receipt.parts)} attention sites", title_justify="left")
-    table.add_column("site", no_wrap=True)
-    table.add_column("heads")
-    for heading in ("multiply-adds before", "after", "left"):
-        table.add_column(heading, justify="right")
+    table.add_column("site", overflow="fold")
+    table.add_column("heads", no_wrap=True)
+    table.add_column("cost left", justify="right", no_wrap=True)
     for part in (*receipt.parts, receipt):
         last = part is receipt
         before, after = part.cost_before.multiply_adds, part.cost_after.multiply_adds
         heads = "" if last else part.notes[0].replace(", ", "\n")
         share = f"{100 * after / before:.1f} %"
         name = "all" if last else part.what
-        table.add_row(name, heads, f"{before:,}", f"{after:,}", share, style="bold" if last else None)
+        table.add_row(name, heads, share, style="bold" if last else None)
     console = Console()
     console.print(table)
+    before, after = receipt.cost_before.multiply_adds, receipt.cost_after.multiply_adds
+    console.print(f"multiply-adds of attention: {before:,} before, {after:,} after")
     added = receipt.parameters_after - receipt.parameters_before
     console.print(f"{receipt.parameters_after:,} parameters, {added:,} of them new")
     if receipt.largest_change == receipt.largest_change:
