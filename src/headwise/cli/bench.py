@@ -266,8 +266,9 @@ def _table(title: str, head: list[str], rows: list[list[str]]) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
+    short = max((len(row[0]) for row in rows), default=0) <= 32  # a longer name may be folded, a figure never
     for index, heading in enumerate(head):
-        table.add_column(heading, no_wrap=not index, justify="right" if index else "left")
+        table.add_column(heading, no_wrap=short or index > 0, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
     Console().print(table)
