@@ -10,6 +10,8 @@ import torch
 from headwise.errors import NonFiniteError, ShapeError
 from headwise.operators.efficient import efficient
 from headwise.operators.efficient_causal import efficient_causal
+from headwise.operators.factored_blocks import factored_blocks
+from headwise.operators.projections import dense
 from headwise.testing import references_sparse as twins
 from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
 
@@ -23,6 +25,26 @@ def test_rows_of_the_causal_form_are_the_plain_form_of_the_past() -> None:
     for i in (0, 1, 63, 64, 127, 149):
         past = efficient(q[:, i : i + 1], k[:, : i + 1])(v[:, : i + 1])
         torch.testing.assert_close(out[:, i : i + 1], past)
+
+
+@pytest.mark.parametrize("group", [1, 40, 1 << 19], ids=["a block each", "two blocks", "all at once"])
+@pytest.mark.parametrize("n", [192, 150])
+@pytest.mark.parametrize("padded", [False, True])
+def test_states_carried_from_group_to_group(group: int, n: int, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients are the twin's, however many blocks are worked on together."""
+    monkeypatch.setattr("headwise.operators.prefix.GROUP", group)
+    q, k, v = (x.requires_grad_() for x in draw(3, n, 4).unbind(0))
+    pull, e = draw(n, 4, seed=1), draw(16, 64, seed=2) / 8
+    padding = torch.arange(n) < n - 20 if padded else None
+    for operator, twin in (
+        (efficient_causal(q, k, padding=padding), twins.efficient(q, k, causal=True, padding=padding)),
+        (factored_blocks(q, k, dense(e), padding=padding), twins.factored_blocks(q, k, e, e, padding=padding)),
+    ):
+        out, twin = operator(v), twin @ v
+        torch.testing.assert_close(out, twin)
+        found, wanted = (torch.autograd.grad(x, (q, k, v), pull) for x in (out, twin))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_no_look_ahead() -> None:

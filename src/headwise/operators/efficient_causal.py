@@ -96,5 +96,6 @@ def _blocks(both: Pair, dtype: torch.dtype) -> Blocks:
     """Every block leaves all its keys to later ones."""
     block = min(BLOCK, both.n)
     keys = blocked(both.k.to(dtype) * both.scale, block)
-    hidden = blocked_absence(both.keep, both.n, block, keys.device)
+    whole = both.keep is None and both.n % block == 0
+    hidden = None if whole else blocked_absence(both.keep, both.n, block, keys.device)
     return Blocks(keys, hidden, keys, hidden)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import NonFiniteError
@@ -28,28 +27,37 @@ RANGE = 600.0
 """How much it may rise over the whole sequence: states are summed in double precision."""
 
 
+GROUP = 1 << 19
+"""Numbers in the states of blocks that are worked on together: half a million of them stay in the cache."""
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Keys (*batch, t, b, k) and slots (*batch, t, c, k), times scale, and which of them are not there."""
+    """Keys (*batch, t, b, k) and slots (*batch, t, c, k), times scale, and which are not there (None: all are)."""
 
     keys: Tensor
-    hidden: Tensor
+    hidden: Tensor | None
     slots: Tensor
-    empty: Tensor
+    empty: Tensor | None
 
     def running_maximum(self) -> tuple[Tensor, Tensor]:
         """Of each feature at the first and the last position of each block, (*batch, t, 1, k)."""
-        keys, slots = self.keys.detach(), self.slots.detach()
-        least = keys.masked_fill(self.hidden, math.inf).amin((-3, -2), keepdim=True)
-        also = slots.masked_fill(self.empty, math.inf).amin((-3, -2), keepdim=True)
-        least = torch.minimum(least, also)
+        keys = self.keys.detach()
+        slots = keys if self.slots is self.keys else self.slots.detach()
+        least = _present(keys, self.hidden, math.inf).amin((-3, -2), keepdim=True)
+        if slots is not keys:
+            least = torch.minimum(least, _present(slots, self.empty, math.inf).amin((-3, -2), keepdim=True))
         # where no key has been seen yet any finite number will do: there the least of all, or zero
         least = least.masked_fill(least == math.inf, 0)
-        keys, slots = torch.where(self.hidden, least, keys), torch.where(self.empty, least, slots)
-        left = slots.amax(-2, keepdim=True)
+        keys = keys if self.hidden is None else torch.where(self.hidden, least, keys)
+        highest = keys.amax(-2, keepdim=True)
+        if self.slots is self.keys:
+            left = highest
+        else:
+            left = (slots if self.empty is None else torch.where(self.empty, least, slots)).amax(-2, keepdim=True)
         earlier = torch.cat([least, left.cummax(-3).values[..., :-1, :, :]], dim=-3)
-        last = torch.maximum(torch.maximum(earlier, left), keys.amax(-2, keepdim=True))
+        last = torch.maximum(torch.maximum(earlier, left), highest)
         return torch.maximum(earlier, keys[..., :1, :]), last
 
     def check(self, owner: str) -> None:
@@ -72,17 +80,25 @@ class Blocks:
         """features (*batch, t, b, k), v (*batch, t, b, d), w (*batch, t, c, d) -> (*batch, t, b, d)"""
         first, last = self.running_maximum()
         shift = (first + last) / 2
-        weights = _exponentials(self.keys, shift, self.hidden)
-        left = weights if self.slots is self.keys else _exponentials(self.slots, shift, self.empty)
-
-        # what earlier blocks leave behind, relative to this block's shift
         scale = (shift - shift.amax(-3, keepdim=True)).double().exp()
-        sums = _before(left.sum(-2, keepdim=True) * scale) / scale
-        means = _before((left.mT @ w) * scale.mT) / scale.mT
-        total = sums.to(v.dtype) + weights.cumsum(-2)
-        nothing = total <= 0
-        shares = (features / total.masked_fill(nothing, 1)).masked_fill(nothing, 0)
-        return shares @ means.to(v.dtype) + (shares @ weights.mT).tril() @ v
+        t, k, d = self.keys.shape[-3], self.keys.shape[-1], v.shape[-1]
+        size = max(1, GROUP // max(1, v.shape[:-3].numel() * k * d))
+        parts = (x if x is None else x.split(size, -3) for x in (self.keys, self.hidden, self.slots, self.empty))
+        keys, hidden, slots, empty = (part or [None] * -(-t // size) for part in parts)
+        others = (x.split(size, -3) for x in (features, v, w, shift, scale))
+        sums = means = None
+        out = []
+        for x, away, y, gone, h, value, slot, up, by in zip(keys, hidden, slots, empty, *others, strict=True):
+            weights = _exponentials(x, up, away)
+            left = weights if self.slots is self.keys else _exponentials(y, up, gone)
+            # what earlier blocks leave behind, relative to this block's shift
+            before, sums = _before(left.sum(-2, keepdim=True) * by, sums)
+            total = (before / by).to(v.dtype) + weights.cumsum(-2)
+            before, means = _before((left.mT @ slot) * by.mT, means)
+            nothing = total <= 0
+            shares = (h / total.masked_fill(nothing, 1)).masked_fill(nothing, 0)
+            out.append(shares @ (before / by.mT).to(v.dtype) + (shares @ weights.mT).tril() @ value)
+        return torch.cat(out, dim=-3)
 
 
 def blocked(x: Tensor, block: int) -> Tensor:
@@ -98,10 +114,16 @@ def blocked_absence(keep: Tensor | None, n: int, block: int, device: torch.devic
     return ~real.unflatten(-1, (-1, block)).unsqueeze(-1)
 
 
-def _exponentials(x: Tensor, shift: Tensor, absent: Tensor) -> Tensor:
-    return (x - shift).masked_fill(absent, 0).exp().masked_fill(absent, 0)
+def _present(x: Tensor, absent: Tensor | None, other: float) -> Tensor:
+    return x if absent is None else x.masked_fill(absent, other)
 
 
-def _before(x: Tensor) -> Tensor:
-    """Sums over earlier blocks (axis -3), zero for the first."""
-    return F.pad(x.cumsum(-3)[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
+def _exponentials(x: Tensor, shift: Tensor, absent: Tensor | None) -> Tensor:
+    return _present(_present(x - shift, absent, 0).exp(), absent, 0)
+
+
+def _before(x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sums over earlier blocks (axis -3), beginning with what is carried, and what is carried on."""
+    carried = torch.zeros_like(x[..., :1, :, :]) if carried is None else carried
+    running = torch.cat([carried, x], dim=-3).cumsum(-3)
+    return running[..., :-1, :, :], running[..., -1:, :, :]
