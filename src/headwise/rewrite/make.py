@@ -301,9 +301,12 @@ class _Making:
         )
         self.fitted.update(learned)
         self.stage = f"{steps} more for {sorted(map(str, learned))}|"
+        again: list[Point] = []
         with trial.open():
-            again = [[self._again(trial, p) for p in points] for points in (curve, uniform)]
-        return [found.point for found in pareto([Found(p, 0.0) for p in [*again[0], *again[1]]])], again[1]
+            for point in (every := [*curve, *uniform]):
+                again.append(self._again(trial, point))
+                self.say("measuring plans again", len(again), len(every))
+        return [found.point for found in pareto([Found(p, 0.0) for p in again])], again[len(curve) :]
 
     def _again(self, trial: Trial, point: Point) -> Point:
         mean, error = self._whole(trial, point.sites)
