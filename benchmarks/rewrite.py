@@ -1,6 +1,6 @@
 """What a per-head plan for the real MiniLM costs and moves, beside one operator for every head.
 
-    python -m benchmarks.rewrite [--quick] [--text FILE …] [--work DIR]
+    python -m benchmarks.rewrite [--quick] [--text FILE …] [--transfer STEPS] [--work DIR]
 
 Replacements are fitted on one part of the text, chosen by a second, and every drift printed is from a third.  Costs are
 multiply-adds done, hidden entries of blocks included, over those of exact attention.  A baseline's entry is the best of
@@ -32,13 +32,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--text", nargs="+", type=Path)
     parser.add_argument("--texts", type=int, default=28)
+    parser.add_argument("--transfer", type=int, default=0, metavar="STEPS", help="train the chosen operators further")
     parser.add_argument("--work", type=Path)
     options = parser.parse_args()
     loaded = load_model(None)
     batches = list(text_input(loaded, options.text, length=512, texts=options.texts).batches)
     start = time.perf_counter()
     effort = QUICK if options.quick else Effort()
-    found = plan(loaded.model, batches, tolerance=0.05, effort=effort, name=loaded.name, work=options.work)
+    found = plan(
+        loaded.model,
+        batches,
+        tolerance=0.05,
+        effort=effort,
+        transfer=options.transfer,
+        name=loaded.name,
+        work=options.work,
+    )
     print(f"{loaded.name}, {len(batches)} texts of 512 tokens, split {found.made['texts']}; ", end="")
     print(f"{time.perf_counter() - start:.0f} s for this run\n")
     _curve(found)
