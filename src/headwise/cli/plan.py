@@ -180,7 +180,7 @@ def _print(plan: Plan, files: list[Path]) -> None:
     console.print(table)
     timing = plan.timing
     console.print(f"On this machine attention takes {timing['ratio']:.0%} of the exact time at {plan.length}.")
-    if timing["ratio"] > 1:
+    if timing["ratio"] > 1 and plan.made.get("price") != "seconds":
         console.print("Multiply-adds are not time: short sequences gain nothing; --price seconds plans by the clock.")
     if chosen is not None and chosen.test is not None and chosen.test > plan.tolerance:
         console.print(f"On the test texts the drift is {chosen.test:.4f}, above the tolerance of {plan.tolerance:g}.")

@@ -176,7 +176,9 @@ class _Making:
         clock = {}
         for (width, causal), site in sizes.items() if self.price == "seconds" else ():
             for choice in self.choices:
-                clock[width, causal, choice] = seconds(choice, site.heads, self.length, width, causal)
+                # in a mixed layer an operator has some of the heads, and few together cost more a head than all
+                together = site.heads if choice == EXACT else max(1, site.heads // 4)
+                clock[width, causal, choice] = seconds(choice, together, self.length, width, causal)
         for name, site in self.sites.items():
             for choice in self.choices:
                 if self.price == "seconds":
