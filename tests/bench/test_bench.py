@@ -129,6 +129,11 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"q": torch.zeros(1, 1, 8, 2), "k": torch.zeros(1, 1, 8, 2)}, tmp_path / "x.pt")
     with pytest.raises(InputError, match="needs a dictionary of tensors q, k and v"):
         run(["fidelity", "--tensors", str(tmp_path / "x.pt")])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot write to .* choose another directory"):
+        run(["scaling", "--quick", "-o", str(tmp_path / "file")])
+    with pytest.raises(InputError, match="--rounds must be at least 1, but is 0"):
+        run(["peers", "--rounds", "0"])
     with pytest.raises(InputError, match="--n must be at least 2, but is 1"):
         run(["scaling", "--n", "1", "-o", str(tmp_path)])
 

@@ -206,6 +206,22 @@ def test_work_of_other_texts_is_not_mixed_in(model: nn.Module, tmp_path: Path) -
         headwise.plan(model, batches(), **{**options, "work": tmp_path / "file" / "work"})
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_half_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    half = ALL["bert"]()[0].eval().to(dtype)
+    choices = [*FEW, Choice("toeplitz", {"reach": 4}), Choice("quadratic"), Choice("projected", {"rank": 4})]
+    found = headwise.plan(half, batches(), tolerance=0.5, choices=choices, effort=BRIEF)
+    assert all(torch.isfinite(x).all() for own in found.fitted.values() for x in own.values())
+    assert found.point is not None
+    assert found.point.cost < 1
+    new, _ = rewrite(half, found)
+    with torch.no_grad():
+        out = new(**batches()[0])[0]
+    assert out.dtype == dtype
+    assert torch.isfinite(out).all()
+
+
 def test_a_decoder_gets_causal_operators_and_is_judged_by_its_loss() -> None:
     torch.manual_seed(0)
     decoder = ALL["gpt2"]()[0].eval()

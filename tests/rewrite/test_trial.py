@@ -77,3 +77,10 @@ def test_layers_are_members_of_lists() -> None:
     found = layers_of(model, list(sites(model.eval(), batch)))
     assert [type(layer).__name__ for layer in found.values()] == ["BertLayer", "BertLayer"]
     assert layers_of(model, ["embeddings"]) == {}
+
+
+def test_a_text_that_is_all_masked_has_not_moved() -> None:
+    before, after = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    assert difference(before, after).tolist() == [1.0, 0.0]
+    assert difference(before, after[[0, 0]]).tolist() == [1.0, 1.0]  # something out of nothing has
+    assert way(before, after).tolist() == [[0.0, 1.0], [0.0, 0.0]]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
+    if options.rounds is not None and options.rounds < 1:
+        raise InputError(f"--rounds must be at least 1, but is {options.rounds}")
     return {"scaling": _scaling, "peers": _peers, "targets": _targets, "fidelity": _fidelity}[options.what](options)
 
 
@@ -58,7 +60,7 @@ def _scaling(options: argparse.Namespace) -> int:
     lengths = _lengths(options.n, QUICK if options.quick else LENGTHS)
     rounds, seconds = options.rounds or (2 if options.quick else 5), 20.0 if options.quick else 60.0
     todo = jobs(options.operators, lengths, ranks=options.operators is None)
-    options.out.mkdir(parents=True, exist_ok=True)
+    _make(options.out)
     store = options.out / "scaling.jsonl"
     if options.fresh:
         store.unlink(missing_ok=True)
@@ -156,7 +158,7 @@ def _targets(options: argparse.Namespace) -> int:
         for race in RACES
         if (options.only is None or race.name in options.only) and (options.n is None or race.n in options.n)
     ]
-    options.out.mkdir(parents=True, exist_ok=True)
+    _make(options.out)
     store = options.out / ("targets-quick.jsonl" if options.quick else "targets.jsonl")
     if options.fresh:
         store.unlink(missing_ok=True)
@@ -243,6 +245,15 @@ def _tensors(path: Path) -> tuple[Any, Any, Any]:
         return saved["q"], saved["k"], saved["v"]
     except (OSError, KeyError, TypeError, RuntimeError) as error:
         raise InputError(f"{path}: needs a dictionary of tensors q, k and v saved by torch.save ({error})") from error
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {out}: {error.strerror or error}; choose another directory with -o"
+        ) from error
 
 
 def _lengths(given: list[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:

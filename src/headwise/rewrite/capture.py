@@ -81,14 +81,15 @@ def sites(model: nn.Module, batch: Any) -> dict[str, Site]:
 
 
 def capture(model: nn.Module, batches: Sequence[Any], names: Collection[str]) -> dict[str, list[Attention]]:
-    """What passes through the named sites, batch after batch."""
+    """What passes through the named sites, batch after batch; half precision as float32, to be fitted to."""
     seen: dict[str, list[Attention]] = {name: [] for name in names}
 
     def answer(name: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
         out = original(*call, **options)
         if name in seen:
             q, k, v, mask, scale = read_call(*call, **options)
-            q, k, v, kept = (x.detach().contiguous() for x in (q, k, v, _as_four(out)))
+            full = torch.promote_types(q.dtype, torch.float32)
+            q, k, v, kept = (x.detach().to(full).contiguous() for x in (q, k, v, _as_four(out)))
             seen[name].append(_real_first(Attention(q, k, v, mask.keep, mask.causal, scale, kept)))
         return out
 

@@ -140,16 +140,18 @@ def layers_of(model: nn.Module, sites: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def difference(before: Tensor, after: Tensor) -> Tensor:
-    """(texts,): of losses (b,) the distance, of states (b, width) one minus the cosine."""
+    """(texts,): of losses (b,) the distance, of states (b, width) one minus the cosine, 0 for a text all masked."""
     if before.dim() == 1:
         return (after - before).abs().double()
-    return 1 - F.cosine_similarity(before.double(), after.double(), dim=-1)
+    nothing = (before == 0).all(-1) & (after == 0).all(-1)
+    return (1 - F.cosine_similarity(before.double(), after.double(), dim=-1)).masked_fill(nothing, 0)
 
 
 def way(before: Tensor, after: Tensor) -> Tensor:
     """(after - before) / |before| without its part along `before`; half its square is the drift while that is small."""
-    unit = before / before.norm(dim=-1, keepdim=True)
-    moved = (after - before) / before.norm(dim=-1, keepdim=True)
+    length = before.norm(dim=-1, keepdim=True)
+    length = length.masked_fill(length == 0, 1)  # a text all masked goes nowhere
+    unit, moved = before / length, (after - before) / length
     return moved - (moved * unit).sum(-1, keepdim=True) * unit
 
 
