@@ -138,6 +138,16 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run(["scaling", "--n", "1", "-o", str(tmp_path)])
 
 
+def test_a_peer_that_is_named_runs_against_ours_and_what_is_unknown_is_no_number() -> None:
+    rows, failed = peers.compare(16, names=["torch.nn.MultiheadAttention"], rounds=1, seconds=0)
+    assert not failed
+    assert [row.name for row in rows] == ["exact", "torch.nn.MultiheadAttention"]
+    assert rows[1].ratio_both > 0
+    found = rows[1].to_dict()
+    assert found["forward"] == {"median": rows[1].forward.median, "spread": None}  # one round has no spread
+    json.dumps(found, allow_nan=False)
+
+
 @pytest.mark.slow
 def test_scaling_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["-o", str(tmp_path), "--operators", "efficient", "window 128", "--n", "64", "128"]
