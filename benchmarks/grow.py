@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from benchmarks.grow_kinds import compare, kinds
 from benchmarks.grow_rows import Rows, interval
-from headwise.grow import Grower
-from headwise.grow.baselines import gradmax, random_both, random_queries, source_recipe
-from headwise.grow.grower import SOLUTIONS
-from headwise.grow.refit import refit
-from headwise.grow.solve import closed_form, fisher_form
-from headwise.grow.tasks import Block, Reader, Task, average, lookup
+from headwise.growth import Grower
+from headwise.growth.baselines import gradmax, random_both, random_queries, source_recipe
+from headwise.growth.grower import SOLUTIONS
+from headwise.growth.refit import refit
+from headwise.growth.solve import closed_form, fisher_form
+from headwise.growth.tasks import Block, Reader, Task, average, lookup
 from headwise.nn import MultiHead, head_slices
 
 BATCH, RATE, CALIBRATION = 32, 3e-3, 32

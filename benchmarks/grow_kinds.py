@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from headwise.grow.baselines import plain_truncation
-from headwise.grow.metric import root
-from headwise.grow.normal import NormalMap, Tokens
-from headwise.grow.refit import alternate, unconstrained
-from headwise.grow.solve import truncate
+from headwise.growth.baselines import plain_truncation
+from headwise.growth.gram_roots import root
+from headwise.growth.normal_equations import NormalMap, Tokens
+from headwise.growth.refit import alternate, unconstrained
+from headwise.growth.solve import truncate
 
 F64 = torch.float64
 

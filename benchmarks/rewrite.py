@@ -13,11 +13,11 @@ import argparse
 import time
 from pathlib import Path
 
-from headwise.examine.feed import text_input
-from headwise.examine.load import load_model
-from headwise.rewrite.effort import QUICK, Effort
-from headwise.rewrite.make import plan
-from headwise.rewrite.plan import Plan, Point
+from headwise.models.inputs import text_input
+from headwise.models.load import load_model
+from headwise.replacement.plan import Plan, Point
+from headwise.replacement.planning.effort import QUICK, Effort
+from headwise.replacement.planning.make_plan import plan
 
 TOLERANCES = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2)
 BASELINES = {

@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import nn
 
 from headwise.bench.clock import in_turns
-from headwise.rewrite.choice import KINDS, Choice
-from headwise.rewrite.heads import Group, Heads
+from headwise.replacement.choice import KINDS, Choice
+from headwise.replacement.install.mixed_heads import Group, Heads
 
 H, D = 12, 64
 SPLITS: dict[str, list[Sequence[int]]] = {

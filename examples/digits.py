@@ -22,11 +22,11 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from headwise.nn.positional import QuadraticAttention
+from headwise.convolution import convert, soft
+from headwise.convolution.field_recorder import FieldRecorder, tap_fields
+from headwise.nn.tap_layers import QuadraticAttention
 from headwise.nn.taps import Taps
-from headwise.operators.quadratic import log_width
-from headwise.rewrite import convert, soft
-from headwise.rewrite.fields import FieldRecorder, tap_fields
+from headwise.operators.relative.quadratic import log_width
 
 WIDTH, CLASSES, BATCH = 16, 10, 64
 TAPS = list(itertools.product((-1, 0, 1), repeat=2))

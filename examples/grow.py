@@ -14,8 +14,8 @@ import copy
 
 import torch
 
-from headwise.grow import Grower
-from headwise.grow.tasks import Reader, Task, average, lookup
+from headwise.growth import Grower
+from headwise.growth.tasks import Reader, Task, average, lookup
 
 
 def train(

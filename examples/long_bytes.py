@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise
-from headwise.rewrite import Choice, rewrite
-from headwise.rewrite.make import Effort, split
+from headwise.replacement import Choice, rewrite
+from headwise.replacement.planning.make_plan import Effort, split
 
 TEXT = Path(headwise.__file__).parent / "examine" / "data" / "moby-dick.txt"
 

@@ -1,16 +1,16 @@
 """Attention is a row-stochastic linear operator P: build it, measure it, test what is claimed of it, replace it.
 
-The names below are resolved when first used (PEP 562), so `import headwise` and `headwise --help` do not load torch.
+Names are resolved on first use (PEP 562), so `import headwise` and `headwise --help` do not load torch.
 """
 
 from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # type checkers take it for typing's, whose import would be most of the time this module takes
-__version__ = "0.1.0"
+TYPE_CHECKING = False  # a constant instead of typing's: importing typing would dominate the import time
+__version__ = "0.2.0"
 
-# module -> the public names it defines; the import block below says the same to type checkers
+# module -> the public names it defines; the import block below repeats them for type checkers
 _NAMES = {
     "headwise.errors": ["HeadwiseError"],
     "headwise.cost": ["Cost"],
@@ -19,30 +19,61 @@ _NAMES = {
         "Claim",
         "concatenation",
         "dot_product",
+        "efficient",
         "embedded_gaussian",
+        "factored",
+        "fixed",
         "gaussian",
+        "hashed",
         "kronecker",
+        "nystrom",
         "per_head",
         "product",
+        "projected",
         "shift",
         "softmax",
+        "strided",
         "toeplitz",
         "toeplitz_softmax",
         "uniform",
+        "window",
     ],
-    "headwise.grow": ["Grower"],
+    "headwise.convolution": ["convert"],
+    "headwise.examination": ["Examination", "examine"],
+    "headwise.growth": ["Grower"],
+    "headwise.models": ["Receipt"],
     "headwise.nn": ["GridAttention", "LearnedQuery", "MultiHead"],
-    "headwise.theory": ["check_equivariance", "check_invariance"],
-    "headwise.rewrite.make": ["plan"],
+    "headwise.replacement": ["Plan", "plan", "rewrite"],
     "headwise.testing": ["assert_operator"],
+    "headwise.theory": ["check_equivariance", "check_invariance"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = ("cost", "errors", "examine", "grow", "linalg", "nn", "operators", "rewrite", "shapes", "testing", "theory")
+_MODULES = (
+    "bench",
+    "convolution",
+    "cost",
+    "errors",
+    "examination",
+    "growth",
+    "ledger",
+    "linalg",
+    "models",
+    "nn",
+    "operators",
+    "replacement",
+    "shapes",
+    "testing",
+    "theory",
+)
 
 if TYPE_CHECKING:
+    from headwise.convolution import convert as convert
     from headwise.cost import Cost as Cost
     from headwise.errors import HeadwiseError as HeadwiseError
-    from headwise.grow import Grower as Grower
+    from headwise.examination import Examination as Examination
+    from headwise.examination import examine as examine
+    from headwise.growth import Grower as Grower
+    from headwise.models import Receipt as Receipt
     from headwise.nn import GridAttention as GridAttention
     from headwise.nn import LearnedQuery as LearnedQuery
     from headwise.nn import MultiHead as MultiHead
@@ -50,17 +81,27 @@ if TYPE_CHECKING:
     from headwise.operators import Claim as Claim
     from headwise.operators import concatenation as concatenation
     from headwise.operators import dot_product as dot_product
+    from headwise.operators import efficient as efficient
     from headwise.operators import embedded_gaussian as embedded_gaussian
+    from headwise.operators import factored as factored
+    from headwise.operators import fixed as fixed
     from headwise.operators import gaussian as gaussian
+    from headwise.operators import hashed as hashed
     from headwise.operators import kronecker as kronecker
+    from headwise.operators import nystrom as nystrom
     from headwise.operators import per_head as per_head
     from headwise.operators import product as product
+    from headwise.operators import projected as projected
     from headwise.operators import shift as shift
     from headwise.operators import softmax as softmax
+    from headwise.operators import strided as strided
     from headwise.operators import toeplitz as toeplitz
     from headwise.operators import toeplitz_softmax as toeplitz_softmax
     from headwise.operators import uniform as uniform
-    from headwise.rewrite.make import plan as plan
+    from headwise.operators import window as window
+    from headwise.replacement import Plan as Plan
+    from headwise.replacement import plan as plan
+    from headwise.replacement import rewrite as rewrite
     from headwise.testing import assert_operator as assert_operator
     from headwise.theory import check_equivariance as check_equivariance
     from headwise.theory import check_invariance as check_invariance
@@ -73,7 +114,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"headwise.{name}")
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value  # so that the next look-up does not come here
+        globals()[name] = value  # the next look-up does not come here
         return value
     raise AttributeError(f"module 'headwise' has no attribute {name!r}")
 

@@ -15,7 +15,7 @@ from headwise.bench.clock import Timing, in_turns, timing
 from headwise.bench.fidelity import fidelity, random_heads
 from headwise.bench.scaling import Job, Scaling, collect, jobs, load
 from headwise.bench.worker import memory, times
-from headwise.cli.bench import run
+from headwise.cli.bench_command import run
 from headwise.errors import HeadwiseError, InputError
 from headwise.theory.exponent import exponent
 

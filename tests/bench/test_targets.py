@@ -13,7 +13,7 @@ from headwise.bench.clock import Timing
 from headwise.bench.peers import OURS, PEERS
 from headwise.bench.races import Race, Times
 from headwise.bench.scaling import Job, Scaling
-from headwise.cli.bench import run
+from headwise.cli.bench_command import run
 from headwise.errors import InputError
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from headwise.cli.main import main
-from headwise.examine.run import fingerprint
-from headwise.rewrite import Choice, load
-from headwise.rewrite.plan import Plan
-from tests.examine.models import ALL
-from tests.rewrite.plans import describe
+from headwise.models.fingerprint import fingerprint
+from headwise.replacement import Choice, load
+from headwise.replacement.plan import Plan
+from tests.models.tiny_models import ALL
+from tests.replacement.plans import describe
 
 transformers = pytest.importorskip("transformers")
 SOME = [

@@ -10,12 +10,12 @@ from torch import nn
 
 from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.nn.builders import LearnedBlocks, LearnedConvolution, LearnedProjection
-from headwise.nn.embed import PatchEmbedding, frames, grid_positions
+from headwise.nn.embeddings import PatchEmbedding, frames, grid_positions
 from headwise.nn.encoder import Encoder
+from headwise.nn.linformer import ShortenedAttention
 from headwise.nn.multihead import MultiHead
 from headwise.nn.recurrent import Recurrent
 from headwise.nn.reversible import Reversible
-from headwise.nn.shortened import ShortenedAttention
 from headwise.operators import (
     efficient,
     factored,
@@ -49,7 +49,7 @@ BUILDERS = {
 def test_every_operator_trains_in_a_stack(name: str, reversible: bool) -> None:
     model = Encoder(8, 2, depth=2, build=BUILDERS[name], reversible=reversible)
     x = torch.randn(3, 12, 8)
-    out = model(x, padding=torch.arange(12) < torch.tensor([[12], [9], [5]]))
+    out = model(x, key_mask=torch.arange(12) < torch.tensor([[12], [9], [5]]))
     assert out.shape == x.shape
     out.square().mean().backward()
     for parameter, p in model.named_parameters():
@@ -60,7 +60,7 @@ def test_every_operator_trains_in_a_stack(name: str, reversible: bool) -> None:
 def test_padding_does_not_change_real_positions() -> None:
     model = Encoder(8, 2, depth=3, build=partial(window, width=5))
     x = torch.randn(1, 12, 8)
-    out = model(x, padding=(torch.arange(12) < 9).unsqueeze(0))
+    out = model(x, key_mask=(torch.arange(12) < 9).unsqueeze(0))
     torch.testing.assert_close(out[:, :9], model(x[:, :9]), atol=1e-5, rtol=0)
 
 
@@ -135,9 +135,9 @@ def test_post_norm_and_other_layers() -> None:
 
 def test_recurrent_padding_and_causality() -> None:
     x = torch.randn(2, 9, 8)
-    padding = torch.arange(9) < torch.tensor([[9], [4]])
+    key_mask = torch.arange(9) < torch.tensor([[9], [4]])
     both = Recurrent(8)
-    out = both(x, padding=padding)
+    out = both(x, key_mask=key_mask)
     torch.testing.assert_close(out[1, :4], both(x[1, :4]))
     torch.testing.assert_close(out[0], both(x[:1])[0])
     forward = Recurrent(8, causal=True)
@@ -146,7 +146,7 @@ def test_recurrent_padding_and_causality() -> None:
     with pytest.raises(UnsupportedError, match="build it with causal=True"):
         both(x, causal=True)
     with pytest.raises(UnsupportedError, match="padding must follow"):
-        both(x, padding=padding.flip(-1))
+        both(x, key_mask=key_mask.flip(-1))
 
 
 def test_projections_of_other_lengths() -> None:
@@ -209,15 +209,15 @@ def test_shortening_before_the_maps_is_the_same_layer(shared: bool) -> None:
         }
     )
     x = torch.randn(2, 10, 8, dtype=torch.float64, requires_grad=True)
-    padding = torch.arange(10) < torch.tensor([[10], [6]])
-    for masks in ({}, {"padding": padding}):
+    key_mask = torch.arange(10) < torch.tensor([[10], [6]])
+    for masks in ({}, {"key_mask": key_mask}):
         a, b = first(x, **masks), last(x, **masks)
         torch.testing.assert_close(a, b)
         pull = torch.randn_like(a)
         wanted = [[x, *sorted_parameters(m, part)] for m, part in ((first, "projection"), (last, "build"))]
         found = [torch.autograd.grad(out, w, pull) for out, w in zip((a, b), wanted, strict=True)]
         torch.testing.assert_close(found[0], found[1])
-    torch.testing.assert_close(first(x, padding=padding)[1, :6], first(x[1:, :6])[0])
+    torch.testing.assert_close(first(x, key_mask=key_mask)[1, :6], first(x[1:, :6])[0])
 
 
 def sorted_parameters(layer: nn.Module, projection: str) -> list[nn.Parameter]:

@@ -45,9 +45,9 @@ def test_padding_lies_on_the_grid_of_the_keys() -> None:
     layer, x = GridAttention(8, 2), torch.randn(1, 8, 4, 3)
     real = torch.ones(1, 4, 3, dtype=torch.bool)
     real[:, 2:] = False
-    torch.testing.assert_close(layer(x, padding=real), layer(x, x[:, :, :2]))
-    with pytest.raises(ShapeError, match=r"padding has shape \(1, 3, 4\), but the keys' \(b, \*grid\) is \(1, 4, 3\)"):
-        layer(x, padding=real.mT)
+    torch.testing.assert_close(layer(x, key_mask=real), layer(x, x[:, :, :2]))
+    with pytest.raises(ShapeError, match=r"key_mask has shape \(1, 3, 4\), but the keys' \(b, \*grid\) is \(1, 4, 3\)"):
+        layer(x, key_mask=real.mT)
 
 
 def test_keys_and_values_may_come_from_two_grids_of_one_size() -> None:

@@ -27,7 +27,7 @@ def test_equals_a_loop_over_heads_in_value_and_gradient(widths: dict) -> None:
     layer = LearnedQuery(12, 4, 3, **widths).double()
     x = torch.randn(2, 7, 12, dtype=torch.float64, requires_grad=True)
     real = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
-    fast, slow = layer(x, padding=real), by_loops(layer, x, real)
+    fast, slow = layer(x, key_mask=real), by_loops(layer, x, real)
     torch.testing.assert_close(fast, slow)
     leaves, pull = [x, *layer.parameters()], torch.randn_like(fast)
     torch.testing.assert_close(torch.autograd.grad(fast, leaves, pull), torch.autograd.grad(slow, leaves, pull))
@@ -43,7 +43,7 @@ def test_the_number_of_outputs_is_the_number_of_queries(n: int) -> None:
 
 def test_padding_is_the_same_as_leaving_out() -> None:
     layer, x = LearnedQuery(8, 3, 2).double(), torch.randn(1, 6, 8, dtype=torch.float64)
-    torch.testing.assert_close(layer(x, padding=torch.arange(6)[None] < 4), layer(x[:, :4]))
+    torch.testing.assert_close(layer(x, key_mask=torch.arange(6)[None] < 4), layer(x[:, :4]))
 
 
 def test_runs_under_autocast_and_compiles_whole() -> None:

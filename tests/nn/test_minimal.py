@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from headwise.convolution import convert
 from headwise.nn import minimal
-from headwise.operators.shift import Border
-from headwise.rewrite import convert
+from headwise.operators.relative.shift import Border
 from headwise.testing.contract import normal
-from headwise.testing.count import count_multiply_adds
+from headwise.testing.counting import count_multiply_adds
 
 
 @pytest.mark.parametrize("block", [1, 1 << 11, 1 << 18])

@@ -49,11 +49,11 @@ def test_equals_a_loop_over_heads_in_value_and_gradient(widths: dict, cross: boo
     if masked:
         n = context.shape[1]
         added = torch.randn(2, 3, 5, n, dtype=torch.float64)
-        keep, padding = torch.rand(1, 3, 5, n) > 0.3, torch.rand(2, n) > 0.3
-        keep[..., 0], padding[:, 0] = True, True
-        masks = {"bias": added, "mask": keep, "padding": padding, "causal": True}
+        keep, key_mask = torch.rand(1, 3, 5, n) > 0.3, torch.rand(2, n) > 0.3
+        keep[..., 0], key_mask[:, 0] = True, True
+        masks = {"bias": added, "pair_mask": keep, "key_mask": key_mask, "causal": True}
         causal = torch.ones(5, n, dtype=torch.bool).tril(n - 5)
-        added = added.masked_fill(~(keep & padding[:, None, None, :] & causal), -math.inf)
+        added = added.masked_fill(~(keep & key_mask[:, None, None, :] & causal), -math.inf)
     fast = layer(x, context if cross else None, **masks)
     slow = by_loops(layer, x, context, added)
     torch.testing.assert_close(fast, slow)
@@ -122,9 +122,9 @@ def test_a_builder_gets_only_the_masks_that_are_given_and_may_learn() -> None:
     assert not build.seen
     assert build.log_scale.grad is not None
     assert build.log_scale.grad.abs().amin() > 0
-    layer(x, causal=True, padding=torch.tensor([[True, True, True, False]]))
-    assert build.seen.keys() == {"causal", "padding"}
-    assert build.seen["padding"].shape == (1, 1, 4)  # (*batch, h, n), as wide as the batch of q and k
+    layer(x, causal=True, key_mask=torch.tensor([[True, True, True, False]]))
+    assert build.seen.keys() == {"causal", "key_mask"}
+    assert build.seen["key_mask"].shape == (1, 1, 4)  # (*batch, h, n), as wide as the batch of q and k
     assert "build.log_scale" in dict(layer.named_parameters())
 
 
@@ -223,12 +223,16 @@ X = torch.zeros(2, 5, 8)
         (lambda: MultiHead(8, 2)(torch.zeros(2, 0, 8)), ShapeError, r"x has shape \(2, 0, 8\): an empty axis"),
         (lambda: MultiHead(8, 2)(X.double()), DtypeError, "x is torch.float64, weight is torch.float32"),
         (lambda: MultiHead(8, 2)(X * math.nan), NonFiniteError, "Softmax: q has 80 non-finite of 80"),
-        (lambda: MultiHead(8, 2)(X, mask=torch.ones(2, 5, 5) > 0), ShapeError, r"one mask per sequence is \(b, 1, m"),
-        (lambda: MultiHead(8, 2)(X, mask=torch.ones(5, 4) > 0), ShapeError, r"mask has shape \(5, 4\)"),
-        (lambda: MultiHead(8, 2)(X, mask=torch.ones(5, 5)), DtypeError, "mask must be boolean.*bias="),
+        (
+            lambda: MultiHead(8, 2)(X, pair_mask=torch.ones(2, 5, 5) > 0),
+            ShapeError,
+            r"one mask per sequence is \(b, 1, m",
+        ),
+        (lambda: MultiHead(8, 2)(X, pair_mask=torch.ones(5, 4) > 0), ShapeError, r"mask has shape \(5, 4\)"),
+        (lambda: MultiHead(8, 2)(X, pair_mask=torch.ones(5, 5)), DtypeError, "mask must be boolean.*bias="),
         (lambda: MultiHead(8, 2)(X, bias=torch.ones(5, 5) > 0), DtypeError, "bias is added to the scores"),
-        (lambda: MultiHead(8, 2)(X, padding=torch.ones(2, 4) > 0), ShapeError, r"padding has shape \(2, 4\)"),
-        (lambda: MultiHead(8, 2)(X, padding=torch.ones(2, 5)), DtypeError, "padding must be boolean"),
+        (lambda: MultiHead(8, 2)(X, key_mask=torch.ones(2, 4) > 0), ShapeError, r"key_mask has shape \(2, 4\)"),
+        (lambda: MultiHead(8, 2)(X, key_mask=torch.ones(2, 5)), DtypeError, "key_mask must be boolean"),
     ],
 )
 def test_bad_input_gets_a_sentence(call, error: type[Exception], sentence: str) -> None:

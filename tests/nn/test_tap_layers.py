@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DtypeError, InputError, ShapeError
-from headwise.nn.positional import GridQuadraticAttention, QuadraticAttention, ShiftAttention, TapLayer
+from headwise.nn.tap_layers import GridQuadraticAttention, QuadraticAttention, ShiftAttention, TapLayer
 from headwise.nn.taps import Taps
-from headwise.operators.quadratic import log_width
+from headwise.operators.relative.quadratic import log_width
 from headwise.testing.contract import normal
-from headwise.testing.count import count_multiply_adds
+from headwise.testing.counting import count_multiply_adds
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "line": {"channels": 4, "kernel": (3,), "stride": (2,), "dilation": (2,), "padding": ((2, 1),)},

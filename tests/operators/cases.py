@@ -18,11 +18,11 @@ from headwise.operators.base import AttentionOperator
 from headwise.operators.compose import add, kronecker, per_head, product, scale, transpose
 from headwise.operators.concatenation import concatenation
 from headwise.operators.dot_product import dot_product, scaled
-from headwise.operators.shift import shift
+from headwise.operators.relative.shift import shift
+from headwise.operators.relative.toeplitz import toeplitz
+from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
 from headwise.operators.similarity import embedded_gaussian, gaussian
 from headwise.operators.softmax import softmax
-from headwise.operators.toeplitz import toeplitz
-from headwise.operators.toeplitz_softmax import toeplitz_softmax
 from headwise.operators.uniform import uniform
 from headwise.testing import Case, references
 
@@ -65,12 +65,12 @@ SOFTMAX = [
     _softmax("softmax, causal, more keys", inputs=CROSS, causal=True),
     _softmax("softmax, causal, fewer keys", inputs=TALL, causal=True),
     _softmax("softmax, causal, 2-D", inputs=FLAT, causal=True),
-    _softmax("softmax, padding", inputs=CROSS, padding=PADDING),
-    _softmax("softmax, padding, causal", inputs=CROSS, padding=PADDING, causal=True),
-    _softmax("softmax, nothing to see", inputs=CROSS, padding=NOTHING),
-    _softmax("softmax, mask", inputs=CROSS, mask=MASK),
-    _softmax("softmax, fully masked row", inputs=CROSS, mask=HOLES),
-    _softmax("softmax, fully masked row, causal", inputs=CROSS, mask=HOLES, causal=True),
+    _softmax("softmax, padding", inputs=CROSS, key_mask=PADDING),
+    _softmax("softmax, padding, causal", inputs=CROSS, key_mask=PADDING, causal=True),
+    _softmax("softmax, nothing to see", inputs=CROSS, key_mask=NOTHING),
+    _softmax("softmax, mask", inputs=CROSS, pair_mask=MASK),
+    _softmax("softmax, fully masked row", inputs=CROSS, pair_mask=HOLES),
+    _softmax("softmax, fully masked row, causal", inputs=CROSS, pair_mask=HOLES, causal=True),
     _softmax("softmax, bias", inputs={**CROSS, "bias": (3, 5, 7)}),
     _softmax("softmax, bias, causal", inputs={**HEADS, "bias": (6, 6)}, causal=True),
     _softmax("softmax, bias of -inf", inputs={**CROSS, "bias": BIAS}),
@@ -82,17 +82,17 @@ SOFTMAX = [
     ),
     Case(
         "softmax, padding shared by heads",
-        partial(softmax, padding=PADDING[:, 0]),
+        partial(softmax, key_mask=PADDING[:, 0]),
         CROSS,
-        partial(references.softmax, padding=PADDING),
+        partial(references.softmax, key_mask=PADDING),
     ),
-    _softmax("softmax, everything", inputs={**CROSS, "bias": (5, 7)}, causal=True, padding=PADDING, mask=MASK),
+    _softmax("softmax, everything", inputs={**CROSS, "bias": (5, 7)}, causal=True, key_mask=PADDING, pair_mask=MASK),
 ]
 
 MAPS = {"theta": (3, 4), "phi": (3, 4)}
 SIMILARITY = [
     same("gaussian", gaussian, references.gaussian, CROSS),
-    same("gaussian, padding", gaussian, references.gaussian, CROSS, padding=PADDING),
+    same("gaussian, padding", gaussian, references.gaussian, CROSS, key_mask=PADDING),
     same("embedded gaussian", embedded_gaussian, references.embedded_gaussian, {**CROSS, **MAPS}),
     same("embedded gaussian, causal", embedded_gaussian, references.embedded_gaussian, {**CROSS, **MAPS}, causal=True),
 ]
@@ -106,11 +106,11 @@ DOT_PRODUCT = [
     _dot("dot product, causal", inputs=HEADS, causal=True),
     _dot("dot product, causal, more keys", inputs=CROSS, causal=True),
     _dot("dot product, causal, fewer keys", inputs=TALL, causal=True),
-    _dot("dot product, padding", inputs=CROSS, padding=PADDING),
-    _dot("dot product, padding, causal", inputs=CROSS, padding=PADDING, causal=True),
-    _dot("dot product, nothing to see", inputs=CROSS, padding=NOTHING),
-    _dot("dot product, mask", inputs=CROSS, mask=HOLES),
-    _dot("dot product, everything", inputs=CROSS, mask=HOLES, padding=PADDING, causal=True),
+    _dot("dot product, padding", inputs=CROSS, key_mask=PADDING),
+    _dot("dot product, padding, causal", inputs=CROSS, key_mask=PADDING, causal=True),
+    _dot("dot product, nothing to see", inputs=CROSS, key_mask=NOTHING),
+    _dot("dot product, mask", inputs=CROSS, pair_mask=HOLES),
+    _dot("dot product, everything", inputs=CROSS, pair_mask=HOLES, key_mask=PADDING, causal=True),
     same("scaled", scaled, references.scaled, THREE),
 ]
 
@@ -125,10 +125,12 @@ CONCATENATION = [
     _concatenation("concatenation, causal", inputs={**HEADS, "w": (8,)}, causal=True),
     _concatenation("concatenation, causal, more keys", inputs={**CROSS, "w": (8,)}, causal=True),
     _concatenation("concatenation, causal, fewer keys", inputs={**TALL, "w": (8,)}, causal=True),
-    _concatenation("concatenation, padding", inputs={**CROSS, "w": (8,)}, padding=PADDING),
-    _concatenation("concatenation, padding, causal", inputs={**CROSS, "w": (8,)}, padding=PADDING, causal=True),
-    _concatenation("concatenation, mask", inputs={**CROSS, "w": (8,)}, mask=HOLES),
-    _concatenation("concatenation, everything", inputs={**CROSS, "w": (8,)}, mask=MASK, padding=PADDING, causal=True),
+    _concatenation("concatenation, padding", inputs={**CROSS, "w": (8,)}, key_mask=PADDING),
+    _concatenation("concatenation, padding, causal", inputs={**CROSS, "w": (8,)}, key_mask=PADDING, causal=True),
+    _concatenation("concatenation, mask", inputs={**CROSS, "w": (8,)}, pair_mask=HOLES),
+    _concatenation(
+        "concatenation, everything", inputs={**CROSS, "w": (8,)}, pair_mask=MASK, key_mask=PADDING, causal=True
+    ),
 ]
 
 _uniform = partial(same, build=uniform, twin=references.uniform)
@@ -138,9 +140,9 @@ UNIFORM = [
     _uniform("uniform, causal", m=6, n=6, causal=True),
     _uniform("uniform, causal, more keys", m=5, n=7, causal=True),
     _uniform("uniform, causal, fewer keys", m=7, n=5, causal=True),
-    _uniform("uniform, padding", m=5, n=7, padding=PADDING),
-    _uniform("uniform, padding, causal", m=5, n=7, padding=PADDING, causal=True),
-    _uniform("uniform, nothing to see", m=5, n=7, padding=NOTHING),
+    _uniform("uniform, padding", m=5, n=7, key_mask=PADDING),
+    _uniform("uniform, padding, causal", m=5, n=7, key_mask=PADDING, causal=True),
+    _uniform("uniform, nothing to see", m=5, n=7, key_mask=NOTHING),
 ]
 
 _shift = partial(same, build=shift, twin=references.shift)
@@ -173,9 +175,9 @@ TOEPLITZ = [
     _toeplitz("toeplitz, causal", inputs={"weights": torch.arange(6, -5, -1).clamp(min=0).double()}, m=6, n=6),
     _relative("toeplitz softmax", inputs={"logits": (11,)}, m=6, n=6),
     _relative("toeplitz softmax, window", inputs={"logits": WINDOW}, m=7, n=5),
-    _relative("toeplitz softmax, nothing to see", inputs={"logits": (11,)}, m=5, n=7, padding=NOTHING),
+    _relative("toeplitz softmax, nothing to see", inputs={"logits": (11,)}, m=5, n=7, key_mask=NOTHING),
     _relative("toeplitz softmax, causal, fewer keys", inputs={"logits": (3, 11)}, m=7, n=5, causal=True),
-    _relative("toeplitz softmax, everything", inputs={"logits": (3, 11)}, m=5, n=7, causal=True, padding=PADDING),
+    _relative("toeplitz softmax, everything", inputs={"logits": (3, 11)}, m=5, n=7, causal=True, key_mask=PADDING),
 ]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from headwise.operators.projections import dense, pooling
-from headwise.operators.window_low_rank import window_low_rank
+from headwise.operators.linear.projections import dense, pooling
+from headwise.operators.linear.window_low_rank import window_low_rank
 from headwise.testing import Case
 from headwise.testing import references_combined as combined
 from headwise.testing import references_sparse as sparse
@@ -18,8 +18,8 @@ MEANS = sparse.projection("pooling", 150, size=50)
 
 
 def learned(name: str, inputs, width: int, **options) -> Case:
-    padding = options.get("padding")
-    slow = options if padding is None else {**options, "padding": padding[:, None]}
+    key_mask = options.get("key_mask")
+    slow = options if key_mask is None else {**options, "key_mask": key_mask[:, None]}
     return Case(
         name,
         lambda q, k, e, f, bias: window_low_rank(q, k, width, dense(e), dense(f), bias, **options),
@@ -37,5 +37,5 @@ COMBINED_CASES = [
     ),
     learned("window and low rank, late queries", LATE, 3),
     learned("window and low rank, tokens", SELF, 4, tokens=2, scale=0.3),
-    learned("window and low rank, padding", SELF, 3, padding=PADDING, tokens=1),
+    learned("window and low rank, padding", SELF, 3, key_mask=PADDING, tokens=1),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headwise.operators.near_far import near_far
+from headwise.operators.linear.near_far import near_far
 from headwise.testing import Case
 from headwise.testing.references_near_far import near_far as twin
 
@@ -13,8 +13,8 @@ SIZES = {"q": (2, 3, 11, 4), "k": (2, 3, 11, 4), "a": (3, 2, 4), "b": (3, 2, 4),
 
 
 def case(name: str, **options) -> Case:
-    padding = options.get("padding")
-    slow = options if padding is None else {**options, "padding": padding[:, None]}
+    key_mask = options.get("key_mask")
+    slow = options if key_mask is None else {**options, "key_mask": key_mask[:, None]}
     return Case(
         f"near and far, {name}",
         lambda q, k, a, b, c: near_far(q, k, a, b, c, **options),
@@ -29,5 +29,5 @@ NEAR_FAR_CASES = [
     case("two blocks", block=20),
     case("causal", block=2, causal=True),
     case("causal, first", block=3, first=1, causal=True),
-    case("padding", block=2, first=1, padding=PADDING),
+    case("key_mask", block=2, first=1, key_mask=PADDING),
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from headwise.operators.positional import positional
-from headwise.operators.quadratic import bordered, quadratic, tables
+from headwise.operators.relative.positional import positional
+from headwise.operators.relative.quadratic import bordered, quadratic, tables
 from headwise.testing import Case
 from headwise.testing import references_positional as references
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from headwise.operators.efficient import efficient
-from headwise.operators.factored import factored
-from headwise.operators.factored_blocks import factored_blocks
-from headwise.operators.fixed import fixed, fixed_steps
-from headwise.operators.hashed import hashed, random_rotations
-from headwise.operators.nystrom import nystrom
-from headwise.operators.projected import projected
-from headwise.operators.projected_blocks import projected_blocks
-from headwise.operators.projections import convolution, count_sketch, dense, hadamard, identity, pooling
-from headwise.operators.strided import strided, strided_steps
-from headwise.operators.window import window
+from headwise.operators.linear.efficient import efficient
+from headwise.operators.linear.factored import factored
+from headwise.operators.linear.factored_blocks import factored_blocks
+from headwise.operators.linear.nystrom import nystrom
+from headwise.operators.linear.projected import projected
+from headwise.operators.linear.projected_blocks import projected_blocks
+from headwise.operators.linear.projections import convolution, count_sketch, dense, hadamard, identity, pooling
+from headwise.operators.sparse.fixed import fixed, fixed_steps
+from headwise.operators.sparse.hashed import hashed, random_rotations
+from headwise.operators.sparse.strided import strided, strided_steps
+from headwise.operators.sparse.window import window
 from headwise.testing import Case
 from headwise.testing import references_sparse as twins
 
@@ -28,8 +28,8 @@ LATE = {"q": (2, 3, 5, 4), "k": (2, 3, 9, 4)}
 
 def both(name: str, builder, twin, inputs, *args, tolerance: float = 1.0, **options) -> Case:
     """A builder and a twin that take the same arguments; a padding (b, n) is given heads for the twin."""
-    padding = options.get("padding")
-    slow = options if padding is None else {**options, "padding": padding.unsqueeze(1)}
+    key_mask = options.get("key_mask")
+    slow = options if key_mask is None else {**options, "key_mask": key_mask.unsqueeze(1)}
     return Case(
         name,
         lambda q, k: builder(q, k, *args, **options),
@@ -44,8 +44,8 @@ ROTATIONS = random_rotations(4, 4, 3, generator=torch.Generator().manual_seed(0)
 
 def hashing(name: str, *, shared: bool = False, **options) -> Case:
     """Hashed attention with chunks of 2: which pairs meet must not depend on rounding, so rotations stay as drawn."""
-    padding = options.get("padding")
-    slow = options if padding is None else {**options, "padding": padding.unsqueeze(1)}
+    key_mask = options.get("key_mask")
+    slow = options if key_mask is None else {**options, "key_mask": key_mask.unsqueeze(1)}
     return Case(
         name,
         (lambda q: hashed(q, None, ROTATIONS.to(q.dtype), chunk=2, **options))
@@ -73,9 +73,9 @@ def shortening(name: str, builder, twin) -> list[Case]:
         Case(f"{name}, learned", lambda q, k, e, f: builder(q, k, dense(e), dense(f)), learned, twin),
         Case(
             f"{name}, learned, padding",
-            lambda q, k, e, f: builder(q, k, dense(e), dense(f), padding=PADDING),
+            lambda q, k, e, f: builder(q, k, dense(e), dense(f), key_mask=PADDING),
             learned,
-            lambda q, k, e, f: twin(q, k, e, f, padding=PADDING[:, None]),
+            lambda q, k, e, f: twin(q, k, e, f, key_mask=PADDING[:, None]),
         ),
         Case(
             f"{name}, convolution",
@@ -89,9 +89,9 @@ def shortening(name: str, builder, twin) -> list[Case]:
         cases += [
             Case(
                 f"{name}, {kind}, padding",
-                lambda q, k, e=e: builder(q, k, e, padding=PADDING),
+                lambda q, k, e=e: builder(q, k, e, key_mask=PADDING),
                 LATE,
-                lambda q, k, e=matrix, mean=mean: twin(q, k, e, e, padding=PADDING[:, None], **mean),
+                lambda q, k, e=matrix, mean=mean: twin(q, k, e, e, key_mask=PADDING[:, None], **mean),
             )
         ]
     return cases
@@ -108,9 +108,11 @@ def in_blocks(name: str, builder, twin) -> list[Case]:
         ),
         Case(
             f"{name}, pooling, padding",
-            lambda q, k: builder(q, k, pooling(4, 2), padding=PADDING),
+            lambda q, k: builder(q, k, pooling(4, 2), key_mask=PADDING),
             SELF,
-            lambda q, k: twin(q, k, *[twins.projection("pooling", 4, size=2)] * 2, padding=PADDING[:, None], mean=True),
+            lambda q, k: twin(
+                q, k, *[twins.projection("pooling", 4, size=2)] * 2, key_mask=PADDING[:, None], mean=True
+            ),
         ),
     ]
 
@@ -123,36 +125,36 @@ TABLE_CASES = [
     both("window, bands, causal, tokens", window, twins.window, LONG, 9, causal=True, tokens=2),
     both("window, tokens", window, twins.window, SELF, 3, tokens=2),
     both("window, late queries", window, twins.window, LATE, 3, tokens=1),
-    both("window, padding", window, twins.window, SELF, 3, padding=PADDING, tokens=1),
-    both("window, causal, padding", window, twins.window, SELF, 3, padding=PADDING.flip(-1), causal=True),
+    both("window, padding", window, twins.window, SELF, 3, key_mask=PADDING, tokens=1),
+    both("window, causal, padding", window, twins.window, SELF, 3, key_mask=PADDING.flip(-1), causal=True),
     both("efficient", efficient, twins.efficient, LATE),
-    both("efficient, padding", efficient, twins.efficient, LATE, padding=PADDING, scale=1.0),
+    both("efficient, padding", efficient, twins.efficient, LATE, key_mask=PADDING, scale=1.0),
     both("efficient, causal", efficient, twins.efficient, SELF, causal=True),
     both("efficient, causal, blocks", efficient, twins.efficient, LONG, causal=True),
-    both("efficient, causal, late queries", efficient, twins.efficient, LATE, causal=True, padding=PADDING),
-    both("efficient, causal, early queries", efficient, twins.efficient, EARLY, causal=True, padding=PADDING[:, 4:]),
+    both("efficient, causal, late queries", efficient, twins.efficient, LATE, causal=True, key_mask=PADDING),
+    both("efficient, causal, early queries", efficient, twins.efficient, EARLY, causal=True, key_mask=PADDING[:, 4:]),
     *shortening("factored", factored, twins.factored),
     *shortening("projected", projected, twins.projected),
     both("strided", strided, twins.strided, LARGER, 3),
     both("strided, causal", strided, twins.strided, LARGER, 4, causal=True),
     both("strided, steps", strided_steps, twins.strided_steps, SELF, 3),
     both("strided, steps, causal", strided_steps, twins.strided_steps, SELF, 3, causal=True),
-    both("strided, padding", strided, twins.strided, SELF, 4, padding=PADDING),
-    both("strided, causal, padding", strided, twins.strided, SELF, 2, causal=True, padding=PADDING.flip(-1)),
+    both("strided, padding", strided, twins.strided, SELF, 4, key_mask=PADDING),
+    both("strided, causal, padding", strided, twins.strided, SELF, 2, causal=True, key_mask=PADDING.flip(-1)),
     both("fixed", fixed, twins.fixed, LARGER, 3),
     both("fixed, causal", fixed, twins.fixed, LARGER, 4, causal=True),
     both("fixed, causal, summaries", fixed, twins.fixed, LARGER, 4, 2, causal=True),
     both("fixed, steps", fixed_steps, twins.fixed_steps, SELF, 3),
     both("fixed, steps, causal", fixed_steps, twins.fixed_steps, SELF, 3, 2, causal=True),
-    both("fixed, padding", fixed, twins.fixed, SELF, 4, 2, padding=PADDING),
+    both("fixed, padding", fixed, twins.fixed, SELF, 4, 2, key_mask=PADDING),
     both("nystrom", nystrom, twins.nystrom, LATE, 3, tolerance=10.0),
-    both("nystrom, padding", nystrom, twins.nystrom, SELF, 4, padding=PADDING, tolerance=10.0),
+    both("nystrom, padding", nystrom, twins.nystrom, SELF, 4, key_mask=PADDING, tolerance=10.0),
     hashing("hashed"),
     hashing("hashed, causal", causal=True),
     hashing("hashed, shared", shared=True),
     hashing("hashed, shared, causal", shared=True, causal=True),
-    hashing("hashed, padding", padding=PADDING),
-    hashing("hashed, shared, causal, padding", shared=True, causal=True, padding=PADDING),
+    hashing("hashed, padding", key_mask=PADDING),
+    hashing("hashed, shared, causal, padding", shared=True, causal=True, key_mask=PADDING),
     *in_blocks("factored blocks", factored_blocks, twins.factored_blocks),
     *in_blocks("projected blocks", projected_blocks, twins.projected_blocks),
 ]

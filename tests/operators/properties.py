@@ -32,10 +32,10 @@ def assert_padding_is_absence(build: Builder, n: int, real: int, width: int = 4,
     """Real rows of a padded sequence equal those of the short one, whatever the padding holds, gradients too."""
     q, k, v = draw(3, 2, n, width).unbind(0)
     garbage = (torch.arange(n) >= real).unsqueeze(-1) * 1e3
-    padding = (torch.arange(n) < real).expand(2, n)
+    key_mask = (torch.arange(n) < real).expand(2, n)
     long = [(x + garbage).requires_grad_() for x in (q, k, v)]
     short = [x[:, :real].clone().requires_grad_() for x in (q, k, v)]
-    a = build(long[0], long[1], padding=padding)(long[2])[:, :real]
+    a = build(long[0], long[1], key_mask=key_mask)(long[2])[:, :real]
     b = build(short[0], short[1])(short[2])
     torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
     pull = draw(*b.shape, seed=1)

@@ -17,7 +17,7 @@ from headwise.operators.base import AttentionOperator
 from headwise.operators.compose import add, kronecker, per_head, product, scale
 from headwise.operators.concatenation import concatenation
 from headwise.operators.dot_product import dot_product, scaled
-from headwise.operators.shift import shift
+from headwise.operators.relative.shift import shift
 from headwise.operators.similarity import embedded_gaussian, gaussian
 from headwise.operators.softmax import softmax
 from headwise.operators.uniform import uniform
@@ -108,8 +108,8 @@ def test_bad_values(case: Case, data: st.DataObject) -> None:
 
 def test_bad_sizes_of_operators_without_tensors() -> None:
     refused(lambda: uniform(0, 3), "Uniform", "m has 0", "n has 3", "empty")
-    refused(lambda: uniform(2, 3, padding=torch.ones(4, dtype=torch.bool)), "Uniform", "'n'", "3", "4")
-    refused(lambda: uniform(2, 3, padding=torch.ones(3)), "Uniform", "padding", "boolean", "torch.float32")
+    refused(lambda: uniform(2, 3, key_mask=torch.ones(4, dtype=torch.bool)), "Uniform", "'n'", "3", "4")
+    refused(lambda: uniform(2, 3, key_mask=torch.ones(3)), "Uniform", "key_mask", "boolean", "torch.float32")
     refused(lambda: shift((3, 4), (1,)), "Shift", "'dimension'", "grid has 2", "offset has 1")
     refused(lambda: shift((3, 0), (1, 1)), "Shift", "(3, 0)")
     refused(lambda: shift((3,), (1,), border="wrap"), "Shift", "border", "'wrap'", "circular")  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from headwise.operators import (
     window,
 )
 from headwise.operators.base import AttentionOperator
-from headwise.operators.projections import count_sketch, dense, hadamard, pooling
+from headwise.operators.linear.projections import count_sketch, dense, hadamard, pooling
 from headwise.testing import strategies
 from headwise.testing.strategies import Bad
 from tests.operators.properties import draw
@@ -76,7 +76,7 @@ PADDINGS = (strategies.wrong_padding, strategies.not_boolean, strategies.mask_el
 @pytest.mark.parametrize("name", BUILDERS)
 @given(data=st.data())
 def test_bad_padding(name: str, kind: Callable[[], st.SearchStrategy[Bad]], data: st.DataObject) -> None:
-    bad = data.draw(kind().filter(lambda bad: "padding" in bad.masks))
+    bad = data.draw(kind().filter(lambda bad: "key_mask" in bad.masks))
     refused(lambda: BUILDERS[name](bad.q, bad.k, **bad.masks), name, *bad.names)
 
 

@@ -8,13 +8,13 @@ import pkgutil
 import pytest
 
 import headwise.operators
+from headwise.operators._kernels.scores import Scores
 from headwise.operators.base import AttentionOperator
 from headwise.operators.concatenation import Concatenation
 from headwise.operators.dot_product import DotProduct
-from headwise.operators.scores import Scores
+from headwise.operators.relative.toeplitz import Toeplitz
+from headwise.operators.relative.toeplitz_softmax import ToeplitzSoftmax
 from headwise.operators.softmax import Softmax
-from headwise.operators.toeplitz import Toeplitz
-from headwise.operators.toeplitz_softmax import ToeplitzSoftmax
 from headwise.testing import CHECKS, Case
 from headwise.testing.contract import check_compile, check_trace
 from tests.operators.cases import CASES, EXACT
@@ -58,13 +58,13 @@ def test_contract_in_a_lowered_graph(case: Case, check: str) -> None:
 
 
 SMALL_BLOCKS = [
-    ("scores", "CHUNK", 14),
-    ("scores", "WIDEST", 3),
+    ("_kernels.scores", "CHUNK", 14),
+    ("_kernels.scores", "WIDEST", 3),
     ("softmax", "WIDEST", 3),
-    ("row_blocks", "ENTRIES", 14),
+    ("_kernels.row_chunks", "ENTRIES", 14),
     ("dot_product", "SHORTEST_BLOCK", 2),
     ("concatenation", "LEAF", 2),
-    ("toeplitz", "SHORT", 0),
+    ("relative.toeplitz", "SHORT", 0),
 ]
 # a causal softmax states its cost in full, while small blocks leave out keys that none of their rows sees
 IN_BLOCKS = [

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from headwise.errors import NonFiniteError, ShapeError
-from headwise.operators.efficient import efficient
-from headwise.operators.efficient_causal import efficient_causal
-from headwise.operators.factored_blocks import factored_blocks
-from headwise.operators.projections import dense
+from headwise.operators.linear.efficient import efficient
+from headwise.operators.linear.efficient_causal import efficient_causal
+from headwise.operators.linear.factored_blocks import factored_blocks
+from headwise.operators.linear.projections import dense
 from headwise.testing import references_sparse as twins
 from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
 
 # the module, which shares its name with the function in it
-double_softmax = importlib.import_module("headwise.operators.double_softmax")
+double_softmax = importlib.import_module("headwise.operators._kernels.double_softmax")
 
 
 def test_rows_of_the_causal_form_are_the_plain_form_of_the_past() -> None:
@@ -32,13 +32,13 @@ def test_rows_of_the_causal_form_are_the_plain_form_of_the_past() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_states_carried_from_group_to_group(group: int, n: int, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients are the twin's, however many blocks are worked on together."""
-    monkeypatch.setattr("headwise.operators.prefix.GROUP", group)
+    monkeypatch.setattr("headwise.operators._kernels.prefix_sums.GROUP", group)
     q, k, v = (x.requires_grad_() for x in draw(3, n, 4).unbind(0))
     pull, e = draw(n, 4, seed=1), draw(16, 64, seed=2) / 8
-    padding = torch.arange(n) < n - 20 if padded else None
+    key_mask = torch.arange(n) < n - 20 if padded else None
     for operator, twin in (
-        (efficient_causal(q, k, padding=padding), twins.efficient(q, k, causal=True, padding=padding)),
-        (factored_blocks(q, k, dense(e), padding=padding), twins.factored_blocks(q, k, e, e, padding=padding)),
+        (efficient_causal(q, k, key_mask=key_mask), twins.efficient(q, k, causal=True, key_mask=key_mask)),
+        (factored_blocks(q, k, dense(e), key_mask=key_mask), twins.factored_blocks(q, k, e, e, key_mask=key_mask)),
     ):
         out, twin = operator(v), twin @ v
         torch.testing.assert_close(out, twin)
@@ -58,7 +58,7 @@ def test_padding_is_absence(build) -> None:
 
 def test_padding_in_front_of_the_causal_form() -> None:
     q, k, v = draw(3, 2, 100, 4).unbind(0)
-    out = efficient_causal(q, k, padding=(torch.arange(100) >= 70).expand(2, 100))(v)
+    out = efficient_causal(q, k, key_mask=(torch.arange(100) >= 70).expand(2, 100))(v)
     assert out[:, :70].abs().max() == 0
     torch.testing.assert_close(out[:, 70:], efficient_causal(q[:, 70:], k[:, 70:])(v[:, 70:]))
 
@@ -87,7 +87,7 @@ def test_keys_that_rise_too_far_are_refused() -> None:
 def test_all_padding_gives_zeros() -> None:
     q = draw(1, 4, 3)
     for build in (efficient, efficient_causal):
-        op = build(q, q, padding=torch.zeros(1, 4, dtype=torch.bool))
+        op = build(q, q, key_mask=torch.zeros(1, 4, dtype=torch.bool))
         assert op(q).abs().max() == 0
         assert "STOCHASTIC" not in {claim.name for claim in op.claims}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwise.errors import ShapeError
-from headwise.operators.encodings import (
+from headwise.operators.relative.encodings import (
     cells,
     differences,
     four_terms,
@@ -16,7 +16,7 @@ from headwise.operators.encodings import (
     quadratic_vector,
     sinusoidal,
 )
-from headwise.operators.quadratic import log_width, quadratic
+from headwise.operators.relative.quadratic import log_width, quadratic
 from headwise.operators.softmax import softmax
 from headwise.testing.contract import normal
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.operators.hashed import hashed, random_rotations
 from headwise.operators.softmax import softmax
+from headwise.operators.sparse.hashed import hashed, random_rotations
 from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
 
 
@@ -53,8 +53,8 @@ def test_no_look_ahead(shared: bool) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_is_absence(causal: bool) -> None:
-    def build(q, k, padding=None):
-        return hashed(q, k, rotations(), chunk=4, causal=causal, padding=padding)
+    def build(q, k, key_mask=None):
+        return hashed(q, k, rotations(), chunk=4, causal=causal, key_mask=key_mask)
 
     # garbage in padded queries would be hashed too, were padding not sorted behind everything
     assert_padding_is_absence(build, 30, 21)

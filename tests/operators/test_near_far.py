@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.operators.near_far import near_far
+from headwise.operators.linear.near_far import near_far
 from headwise.operators.softmax import softmax
 from headwise.testing.references_near_far import near_far as twin
 from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
@@ -46,7 +46,7 @@ def test_no_look_ahead() -> None:
 
 @pytest.mark.parametrize("options", [{"block": 8}, {"block": 7, "first": 2}], ids=str)
 def test_padding_is_absence(options: dict) -> None:
-    build = lambda q, k, padding=None: near_far(q, k, *features(), padding=padding, **options)  # noqa: E731
+    build = lambda q, k, key_mask=None: near_far(q, k, *features(), key_mask=key_mask, **options)  # noqa: E731
     assert_padding_is_absence(build, 150, 131)
 
 

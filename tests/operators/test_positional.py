@@ -9,9 +9,9 @@ import torch
 
 from headwise.errors import DtypeError, NonFiniteError, ShapeError
 from headwise.operators.claims import Claim
-from headwise.operators.positional import positional
-from headwise.operators.quadratic import bordered, log_width, quadratic, rotated, tables
-from headwise.operators.shift import Border, shift
+from headwise.operators.relative.positional import positional
+from headwise.operators.relative.quadratic import bordered, log_width, quadratic, rotated, tables
+from headwise.operators.relative.shift import Border, shift
 from headwise.testing import references_positional as references
 from headwise.testing.contract import normal
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.operators.efficient import efficient
-from headwise.operators.factored import factored
-from headwise.operators.factored_blocks import factored_blocks
-from headwise.operators.nystrom import nystrom
-from headwise.operators.projected import projected
-from headwise.operators.projected_blocks import projected_blocks
-from headwise.operators.projections import (
+from headwise.operators.linear.efficient import efficient
+from headwise.operators.linear.factored import factored
+from headwise.operators.linear.factored_blocks import factored_blocks
+from headwise.operators.linear.nystrom import nystrom
+from headwise.operators.linear.projected import projected
+from headwise.operators.linear.projected_blocks import projected_blocks
+from headwise.operators.linear.projections import (
     CountSketch,
     convolution,
     count_sketch,
@@ -46,12 +46,12 @@ def of_length(kind: str, n: int):
 @pytest.mark.parametrize("build", [factored, projected])
 def test_padding_is_absence(build, kind: str) -> None:
     assert_padding_is_absence(
-        lambda q, k, padding=None: build(q, k, of_length(kind, k.shape[-2]), padding=padding), 30, 22
+        lambda q, k, key_mask=None: build(q, k, of_length(kind, k.shape[-2]), key_mask=key_mask), 30, 22
     )
 
 
 def test_padding_of_landmarks_is_absence() -> None:
-    build = lambda q, k, padding=None: nystrom(q, k, k.shape[-2] // 5, padding=padding)  # noqa: E731
+    build = lambda q, k, key_mask=None: nystrom(q, k, k.shape[-2] // 5, key_mask=key_mask)  # noqa: E731
     assert_padding_is_absence(build, 30, 20, tolerance=1e-9)
 
 
@@ -59,7 +59,7 @@ def test_padding_of_landmarks_is_absence() -> None:
 @pytest.mark.parametrize("e", [pooling(7, 3), dense(draw(2, 7))], ids=["pooling", "dense"])
 def test_blocks_never_look_ahead(build, e) -> None:
     assert_no_look_ahead(lambda q, k: build(q, k, e), 30)
-    assert_padding_is_absence(lambda q, k, padding=None: build(q, k, e, padding=padding), 30, 18)
+    assert_padding_is_absence(lambda q, k, key_mask=None: build(q, k, e, key_mask=key_mask), 30, 18)
 
 
 def test_blocks_that_lose_nothing() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headwise.errors import InputError, ShapeError
 from headwise.operators.claims import Claim
-from headwise.operators.shift import Border, shift
+from headwise.operators.relative.shift import Border, shift
 from headwise.testing import assert_operator, references
 
 BORDERS: tuple[Border, ...] = ("circular", "zeros", "replicate", "reflect")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headwise.errors import DtypeError, HeadwiseError, NonFiniteError, ShapeError
-from headwise.operators import row_blocks
+from headwise.operators._kernels import row_chunks
 from headwise.operators.claims import Claim
 from headwise.operators.concatenation import concatenation
 from headwise.operators.dot_product import dot_product, scaled
@@ -34,7 +34,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that a handful of tokens takes many of them."""
     monkeypatch.setattr(concatenation_module, "LEAF", 2)
     monkeypatch.setattr(dot_product_module, "SHORTEST_BLOCK", 2)
-    monkeypatch.setattr(row_blocks, "ENTRIES", 40)
+    monkeypatch.setattr(row_chunks, "ENTRIES", 40)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -61,11 +61,11 @@ def test_contract_of_the_averages(m: int, masks: str) -> None:
     given: dict[str, dict] = {
         "none": {},
         "causal": {"causal": True},
-        "causal and padding": {"causal": True, "padding": PADDING},
-        "all": {"causal": True, "padding": PADDING, "mask": MASK[:, :m]},
+        "causal and padding": {"causal": True, "key_mask": PADDING},
+        "all": {"causal": True, "key_mask": PADDING, "pair_mask": MASK[:, :m]},
     }
     kept = given[masks]
-    seen = {name: x[:, None] if name == "padding" else x for name, x in kept.items()}  # one padding for all heads
+    seen = {name: x[:, None] if name == "key_mask" else x for name, x in kept.items()}  # one padding for all heads
     inputs = {"q": (2, 3, m, 4), "k": (3, 7, 4) if masks == "none" else (2, 3, 7, 4)}
     assert_operator(lambda q, k: dot_product(q, k, **kept), inputs, lambda q, k: references.dot_product(q, k, **seen))
     assert_operator(
@@ -88,8 +88,8 @@ def test_every_size_and_mask(m: int, n: int, causal: bool, keys: int | None, loo
     generator = torch.Generator().manual_seed(looks or 0)
     masks = {
         "causal": causal,
-        "padding": None if keys is None else torch.tensor([bool(keys >> j & 1) for j in range(n)]),
-        "mask": None if looks is None else torch.rand(m, n, generator=generator) < 0.6,
+        "key_mask": None if keys is None else torch.tensor([bool(keys >> j & 1) for j in range(n)]),
+        "pair_mask": None if looks is None else torch.rand(m, n, generator=generator) < 0.6,
     }
     q, k, w, v, u = normal(m, 2), normal(n, 2, seed=1), normal(4, seed=2), normal(n, 3), normal(m, 3)
     for op, p in (
@@ -132,7 +132,7 @@ def test_keys_of_equal_height_and_a_sum_on_the_kink() -> None:
 def test_the_gaussians_are_softmax_with_scale_one() -> None:
     q, k, v = normal(2, 5, 4), normal(2, 7, 4, seed=1), normal(2, 7, 3)
     theta, phi = normal(6, 4, seed=2), normal(6, 4, seed=3)
-    masks = {"causal": True, "padding": PADDING}
+    masks = {"causal": True, "key_mask": PADDING}
     same_value_and_gradients(
         lambda q, k, v: gaussian(q, k, **masks)(v), lambda q, k, v: references.gaussian(q, k, **masks) @ v, q, k, v
     )
@@ -195,20 +195,20 @@ def test_nothing_as_large_as_p_is_made() -> None:
 
 def test_a_padded_value_is_never_read() -> None:
     q, k, v = normal(3, 2), normal(4, 2), normal(4, 2)
-    padding = torch.tensor([T, F, T, F])
-    v[~padding] = math.nan
-    for op in (dot_product(q, k, padding=padding), concatenation(q, k, normal(4), padding=padding)):
+    key_mask = torch.tensor([T, F, T, F])
+    v[~key_mask] = math.nan
+    for op in (dot_product(q, k, key_mask=key_mask), concatenation(q, k, normal(4), key_mask=key_mask)):
         assert op(v).isfinite().all()
 
 
 def test_blocks_are_computed_again_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, mask = normal(8, 2), normal(8, 2, seed=1), normal(8, 3), torch.rand(8, 8) < 0.7
+    q, k, v, pair_mask = normal(8, 2), normal(8, 2, seed=1), normal(8, 3), torch.rand(8, 8) < 0.7
     q.requires_grad_()
-    whole = torch.autograd.grad(dot_product(q, k, mask=mask)(v).square().sum(), q)
-    monkeypatch.setattr(row_blocks, "ENTRIES", 16)
-    in_blocks = torch.autograd.grad(dot_product(q, k, mask=mask)(v).square().sum(), q)
+    whole = torch.autograd.grad(dot_product(q, k, pair_mask=pair_mask)(v).square().sum(), q)
+    monkeypatch.setattr(row_chunks, "ENTRIES", 16)
+    in_blocks = torch.autograd.grad(dot_product(q, k, pair_mask=pair_mask)(v).square().sum(), q)
     torch.testing.assert_close(in_blocks, whole)
-    functional = torch.func.grad(lambda q: dot_product(q, k, mask=mask)(v).square().sum())(q.detach())
+    functional = torch.func.grad(lambda q: dot_product(q, k, pair_mask=pair_mask)(v).square().sum())(q.detach())
     torch.testing.assert_close((functional,), whole)
 
 
@@ -229,11 +229,15 @@ def test_blocks_are_computed_again_in_the_backward_pass(monkeypatch: pytest.Monk
             r"q has \(2,\), k has \(3,\)",
         ),
         (lambda: dot_product(normal(5, 4) / 0, normal(5, 4)), NonFiniteError, r"DotProduct: q has 20 non-finite"),
-        (lambda: dot_product(normal(5, 4), normal(6, 4), padding=PADDING), ShapeError, r"keys has 6, padding has 7"),
-        (lambda: dot_product(normal(5, 4), normal(7, 4), padding=PADDING), ShapeError, r"padding has shape \(2, 7\)"),
-        (lambda: dot_product(normal(5, 4), normal(7, 4), mask=MASK), ShapeError, r"mask .* \(\*batch, m = 5, n = 7\)"),
-        (lambda: dot_product(normal(9, 4), normal(7, 4), mask=MASK), ShapeError, r"mask has shape \(3, 9, 7\)"),
-        (lambda: dot_product(normal(5, 4), normal(7, 4), mask=normal(5, 7)), DtypeError, r"mask must be boolean"),
+        (lambda: dot_product(normal(5, 4), normal(6, 4), key_mask=PADDING), ShapeError, r"keys has 6, key_mask has 7"),
+        (lambda: dot_product(normal(5, 4), normal(7, 4), key_mask=PADDING), ShapeError, r"key_mask has shape \(2, 7\)"),
+        (
+            lambda: dot_product(normal(5, 4), normal(7, 4), pair_mask=MASK),
+            ShapeError,
+            r"mask .* \(\*batch, m = 5, n = 7\)",
+        ),
+        (lambda: dot_product(normal(9, 4), normal(7, 4), pair_mask=MASK), ShapeError, r"mask has shape \(3, 9, 7\)"),
+        (lambda: dot_product(normal(5, 4), normal(7, 4), pair_mask=normal(5, 7)), DtypeError, r"mask must be boolean"),
         (lambda: dot_product(normal(5, 4), normal(7, 4), theta=normal(4, 3)), ShapeError, r"q has 4, matrix has 3"),
         (
             lambda: dot_product(normal(5, 4), normal(7, 4), phi=lambda k: k[:3]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.operators.scores import Scores, attend_with_lse, attend_with_lse_in_chunks
+from headwise.operators._kernels.scores import Scores, attend_with_lse, attend_with_lse_in_chunks
 from headwise.operators.softmax import Softmax, softmax
 from headwise.testing import Case, references
 from tests.operators.cases import SIMILARITY, SOFTMAX
@@ -37,7 +37,7 @@ def label(value: object) -> str:
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test runs once as it is and once with blocks so small that seven keys take several."""
     if request.param == "in blocks":
-        monkeypatch.setattr("headwise.operators.scores.CHUNK", 14)
+        monkeypatch.setattr("headwise.operators._kernels.scores.CHUNK", 14)
         monkeypatch.setattr(Scores.chunks, "__defaults__", (14,))
 
 
@@ -73,11 +73,11 @@ def test_gradient_of_measure(case: Case, measure: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_log_sum_exp_and_largest_score(causal: bool) -> None:
     q, k = (Case("", softmax, {"q": (2, 3, 5, 4), "k": (2, 3, 7, 4)}).tensors()[x] for x in "qk")
-    mask = torch.rand(5, 7) < 0.6
-    mask[3] = False
-    op = softmax(q, k, mask=mask, causal=causal)
+    pair_mask = torch.rand(5, 7) < 0.6
+    pair_mask[3] = False
+    op = softmax(q, k, pair_mask=pair_mask, causal=causal)
     scores = references.scores(q, k, 0.5)
-    seen = references.visible(5, 7, causal=causal, mask=mask)
+    seen = references.visible(5, 7, causal=causal, pair_mask=pair_mask)
     torch.testing.assert_close(op.log_sum_exp(), references.log_sum_exp(scores, seen))
     assert (op.log_sum_exp()[..., 3] == -math.inf).all()
     torch.testing.assert_close(op.largest_score(), scores.masked_fill(~seen, -math.inf).amax((-2, -1)))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.operators.blocks import BlockOperator, plain, plain_adjoint
-from headwise.operators.fixed import fixed, fixed_steps
+from headwise.operators._kernels.sparse_blocks import BlockOperator, plain, plain_adjoint
 from headwise.operators.softmax import softmax
-from headwise.operators.strided import strided, strided_steps
+from headwise.operators.sparse.fixed import fixed, fixed_steps
+from headwise.operators.sparse.strided import strided, strided_steps
 from headwise.testing import references_sparse as twins
 from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
 
@@ -42,8 +42,8 @@ def test_no_look_ahead(build) -> None:
 
 @pytest.mark.parametrize("build", [strided, fixed])
 def test_padding_is_absence(build) -> None:
-    assert_padding_is_absence(lambda q, k, padding=None: build(q, k, 7, causal=True, padding=padding), 40, 30)
-    assert_padding_is_absence(lambda q, k, padding=None: build(q, k, 7, padding=padding), 42, 35)
+    assert_padding_is_absence(lambda q, k, key_mask=None: build(q, k, 7, causal=True, key_mask=key_mask), 40, 30)
+    assert_padding_is_absence(lambda q, k, key_mask=None: build(q, k, 7, key_mask=key_mask), 42, 35)
 
 
 def test_a_block_that_is_all_summary_is_softmax() -> None:

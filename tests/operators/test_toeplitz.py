@@ -13,24 +13,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import DtypeError, HeadwiseError, NonFiniteError, ShapeError
-from headwise.operators import row_blocks
+from headwise.operators._kernels import row_chunks
 from headwise.operators.claims import Claim
-from headwise.operators.toeplitz import toeplitz
-from headwise.operators.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.relative.toeplitz import toeplitz
+from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
 from headwise.testing import assert_operator, references
 
 T, F = True, False
 PADDING = torch.tensor([[T, T, T, T, T, T, T], [F, F, T, T, F, T, F]])
 INFINITY = math.inf
-toeplitz_module = importlib.import_module("headwise.operators.toeplitz")  # the package has a builder of that name
-toeplitz_module = importlib.import_module("headwise.operators.toeplitz")  # the package exports the builder by this name
+toeplitz_module = importlib.import_module("headwise.operators.relative.toeplitz")
 
 
 @pytest.fixture(params=["by transforms", "by rows"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of computing, on sizes a loop can check."""
     monkeypatch.setattr(toeplitz_module, "SHORT", 0 if request.param == "by transforms" else 256)
-    monkeypatch.setattr(row_blocks, "ENTRIES", 60)
+    monkeypatch.setattr(row_chunks, "ENTRIES", 60)
     return request.param
 
 
@@ -52,9 +51,9 @@ def test_contract(path: str, m: int, n: int) -> None:
 @pytest.mark.parametrize("m", [4, pytest.param(7, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)])
 def test_contract_of_softmax(path: str, m: int) -> None:
     assert_operator(
-        lambda logits: toeplitz_softmax(logits, m, 7, causal=m != 7, padding=PADDING),
+        lambda logits: toeplitz_softmax(logits, m, 7, causal=m != 7, key_mask=PADDING),
         {"logits": (2, 3, m + 6)},
-        lambda logits: relative_softmax(logits, m, 7, causal=m != 7, padding=PADDING[:, None]),
+        lambda logits: relative_softmax(logits, m, 7, causal=m != 7, key_mask=PADDING[:, None]),
     )
     assert toeplitz_softmax(torch.randn(2, 3, m + 6), m, 7).fourier == (path == "by transforms")
 
@@ -63,11 +62,11 @@ def test_contract_of_softmax(path: str, m: int) -> None:
 def test_every_size(m: int, n: int, rows: bool, causal: bool, keys: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toeplitz_module, "SHORT", 256 if rows else 0)
-        patch.setattr(row_blocks, "ENTRIES", 20)
-        w, padding = torch.randn(m + n - 1, dtype=torch.float64), torch.tensor([bool(keys >> j & 1) for j in range(n)])
+        patch.setattr(row_chunks, "ENTRIES", 20)
+        w, key_mask = torch.randn(m + n - 1, dtype=torch.float64), torch.tensor([bool(keys >> j & 1) for j in range(n)])
         w = torch.where(w > 1, -INFINITY, w)
         v, u = torch.randn(n, 2, dtype=torch.float64), torch.randn(m, 2, dtype=torch.float64)
-        masks = {"causal": causal, "padding": padding}
+        masks = {"causal": causal, "key_mask": key_mask}
         p = relative_softmax(w, m, n, **masks)
         op = toeplitz_softmax(w, m, n, **masks)
         torch.testing.assert_close(op(v), p @ v)
@@ -177,11 +176,11 @@ def test_claims_follow_the_value() -> None:
         (lambda: toeplitz(torch.full((5,), -INFINITY), 3, 3), NonFiniteError, r"5 non-finite of 5"),
         (lambda: toeplitz_softmax(torch.full((5,), INFINITY), 3, 3), NonFiniteError, r"ToeplitzSoftmax: logits has 5"),
         (lambda: toeplitz_softmax(torch.full((5,), math.nan), 3, 3), NonFiniteError, r"ToeplitzSoftmax: logits has 5"),
-        (lambda: toeplitz_softmax(torch.zeros(5), 3, 3, padding=PADDING), ShapeError, r"keys has 3, padding has 7"),
+        (lambda: toeplitz_softmax(torch.zeros(5), 3, 3, key_mask=PADDING), ShapeError, r"keys has 3, key_mask has 7"),
         (
-            lambda: toeplitz_softmax(torch.zeros(3, 13), 7, 7, padding=PADDING),
+            lambda: toeplitz_softmax(torch.zeros(3, 13), 7, 7, key_mask=PADDING),
             ShapeError,
-            r"logits has \(3,\), padding has \(2,\)",
+            r"logits has \(3,\), key_mask has \(2,\)",
         ),
     ],
 )

@@ -23,18 +23,18 @@ def test_contract(m: int, n: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_contract_with_padding(m: int, causal: bool) -> None:
     t, f = True, False
-    padding = torch.tensor([[t, t, t, t, t, t, t], [f, f, t, t, f, t, f], [f, f, f, f, f, f, f]])
+    key_mask = torch.tensor([[t, t, t, t, t, t, t], [f, f, t, t, f, t, f], [f, f, f, f, f, f, f]])
     assert_operator(
-        lambda padding: uniform(m, 7, causal=causal, padding=padding),
-        {"padding": padding},
-        lambda padding: references.uniform(m, 7, causal=causal, padding=padding),
+        lambda key_mask: uniform(m, 7, causal=causal, key_mask=key_mask),
+        {"key_mask": key_mask},
+        lambda key_mask: references.uniform(m, 7, causal=causal, key_mask=key_mask),
     )
 
 
 @given(m=st.integers(1, 9), n=st.integers(1, 9), causal=st.booleans(), keys=st.integers(0, 511))
 def test_every_size_and_padding(m: int, n: int, causal: bool, keys: int) -> None:
-    padding = torch.tensor([bool(keys >> j & 1) for j in range(n)])
-    op, p = uniform(m, n, causal=causal, padding=padding), references.uniform(m, n, causal=causal, padding=padding)
+    key_mask = torch.tensor([bool(keys >> j & 1) for j in range(n)])
+    op, p = uniform(m, n, causal=causal, key_mask=key_mask), references.uniform(m, n, causal=causal, key_mask=key_mask)
     v, u = torch.randn(n, 2, dtype=torch.float64), torch.randn(m, 2, dtype=torch.float64)
     torch.testing.assert_close(op(v), p @ v)
     torch.testing.assert_close(op.adjoint(u), p.mT @ u)
@@ -43,14 +43,14 @@ def test_every_size_and_padding(m: int, n: int, causal: bool, keys: int) -> None
 
 def test_an_empty_row_drops_stochastic_and_nothing_else() -> None:
     full, silent = torch.tensor([True, False]), torch.tensor([False, True])
-    assert uniform(2, 2, causal=True, padding=full).claims == {Claim.STOCHASTIC, Claim.NONNEGATIVE, Claim.CAUSAL}
-    assert uniform(2, 2, causal=True, padding=silent).claims == {Claim.NONNEGATIVE, Claim.CAUSAL}
+    assert uniform(2, 2, causal=True, key_mask=full).claims == {Claim.STOCHASTIC, Claim.NONNEGATIVE, Claim.CAUSAL}
+    assert uniform(2, 2, causal=True, key_mask=silent).claims == {Claim.NONNEGATIVE, Claim.CAUSAL}
     assert Claim.STOCHASTIC not in uniform(5, 3, causal=True).claims
 
 
 def test_a_padded_value_is_never_read() -> None:
     v = torch.tensor([[1.0], [float("nan")], [5.0]])
-    op = uniform(3, 3, causal=True, padding=torch.tensor([True, False, True]))
+    op = uniform(3, 3, causal=True, key_mask=torch.tensor([True, False, True]))
     assert op(v).flatten().tolist() == [1.0, 1.0, 3.0]
 
 
@@ -73,9 +73,9 @@ def test_nothing_as_large_as_p_is_made() -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(ShapeError, match=r"Uniform: m has 0, n has 3"):
         uniform(0, 3)
-    with pytest.raises(ShapeError, match=r"Uniform: axis 'n' must agree, but keys has 3, padding has 4"):
-        uniform(3, 3, padding=torch.ones(4, dtype=torch.bool))
-    with pytest.raises(DtypeError, match=r"Uniform: padding must be boolean.*torch.float32"):
-        uniform(3, 3, padding=torch.ones(3))
+    with pytest.raises(ShapeError, match=r"Uniform: axis 'n' must agree, but keys has 3, key_mask has 4"):
+        uniform(3, 3, key_mask=torch.ones(4, dtype=torch.bool))
+    with pytest.raises(DtypeError, match=r"Uniform: key_mask must be boolean.*torch.float32"):
+        uniform(3, 3, key_mask=torch.ones(3))
     with pytest.raises(ShapeError, match=r"Uniform: axis 'n' must agree, but operator has 3, v has 5"):
         uniform(3, 3)(torch.zeros(5, 2))

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from headwise.errors import DtypeError, ShapeError, UnsupportedError
-from headwise.operators import blocks
-from headwise.operators.blocks import plain, plain_adjoint
-from headwise.operators.fixed import fixed
+from headwise.operators._kernels import sparse_blocks
+from headwise.operators._kernels.sparse_blocks import plain, plain_adjoint
 from headwise.operators.softmax import softmax
-from headwise.operators.strided import strided
-from headwise.operators.window import window
+from headwise.operators.sparse.fixed import fixed
+from headwise.operators.sparse.strided import strided
+from headwise.operators.sparse.window import window
 from tests.operators.properties import (
     assert_no_look_ahead,
     assert_no_square,
@@ -54,7 +54,7 @@ def test_pieces_in_runs_of_any_length(group: int, monkeypatch: pytest.MonkeyPatc
         whole = build(q, k)(v)
         wanted = torch.autograd.grad(whole, (q, k, v), pull)
         with monkeypatch.context() as small:
-            small.setattr(blocks, "GROUP", group)
+            small.setattr(sparse_blocks, "GROUP", group)
             parts = build(q, k)(v)
             torch.testing.assert_close(parts, whole)
             torch.testing.assert_close(torch.autograd.grad(parts, (q, k, v), pull), wanted)
@@ -92,13 +92,13 @@ def test_no_look_ahead(tokens: int) -> None:
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_padding_is_absence(options: dict) -> None:
-    assert_padding_is_absence(lambda q, k, padding=None: window(q, k, padding=padding, **options), 150, 131)
+    assert_padding_is_absence(lambda q, k, key_mask=None: window(q, k, key_mask=key_mask, **options), 150, 131)
 
 
 def test_a_query_that_sees_only_padding_is_zero() -> None:
     q, k, v = (x.requires_grad_() for x in draw(3, 80, 4).unbind(0))
-    padding = torch.arange(80) < 10
-    out = window(q, k, 3, padding=padding)(v)
+    key_mask = torch.arange(80) < 10
+    out = window(q, k, 3, key_mask=key_mask)(v)
     assert out[11:].abs().max() == 0
     assert out[:11].abs().amin(-1).min() > 0
     for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
@@ -113,7 +113,7 @@ def test_no_square_is_formed() -> None:
 
 def test_large_scores_do_not_overflow() -> None:
     q, k, v = draw(3, 200, 4).unbind(0)
-    out = window(1e4 * q.float(), k.float(), 9, padding=torch.arange(200) < 150)(v.float())
+    out = window(1e4 * q.float(), k.float(), 9, key_mask=torch.arange(200) < 150)(v.float())
     assert out.isfinite().all()
 
 
@@ -127,5 +127,5 @@ def test_refusals() -> None:
         window(q, q[:3], 3)
     with pytest.raises(ShapeError, match="axis 'k' must agree, but q has 4, k has 3"):
         window(q, torch.zeros(5, 3), 3)
-    with pytest.raises(DtypeError, match="padding must be boolean"):
-        window(q, q, 3, padding=torch.ones(5))
+    with pytest.raises(DtypeError, match="key_mask must be boolean"):
+        window(q, q, 3, key_mask=torch.ones(5))

@@ -32,7 +32,7 @@ def sdpa(**options: object) -> Tensor:
 def test_softmax() -> None:
     close(references.softmax(Q, K), sdpa())
     close(references.softmax(Q, K, scale=3.0), sdpa(scale=3.0))
-    close(references.softmax(Q, K, mask=MASK), sdpa(attn_mask=MASK))
+    close(references.softmax(Q, K, pair_mask=MASK), sdpa(attn_mask=MASK))
     bias = torch.randn(3, 5, 7, dtype=torch.float64)
     close(references.softmax(Q, K, bias=bias), sdpa(attn_mask=bias))
     silencing = bias.masked_fill(bias > 0.5, -math.inf)
@@ -47,8 +47,8 @@ def test_causal_is_aligned_to_the_bottom_right() -> None:
 
 
 def test_padding_removes_keys_and_a_row_without_keys_is_zero() -> None:
-    padding = torch.tensor([[True, True, False] + [True] * 4, [False] * 7])[:, None]
-    p = references.softmax(Q, K, padding=padding)
+    key_mask = torch.tensor([[True, True, False] + [True] * 4, [False] * 7])[:, None]
+    p = references.softmax(Q, K, key_mask=key_mask)
     kept = [0, 1, 3, 4, 5, 6]
     close(p[0][..., kept], references.softmax(Q, K[..., kept, :])[0])
     assert (p[0][..., 2] == 0).all()
@@ -57,7 +57,7 @@ def test_padding_removes_keys_and_a_row_without_keys_is_zero() -> None:
 
 def test_large_scores_neither_overflow_nor_lose_their_gradient() -> None:
     q = (1e3 * Q).requires_grad_()
-    p = references.softmax(q, K, mask=MASK)
+    p = references.softmax(q, K, pair_mask=MASK)
     assert p.isfinite().all()
     assert torch.autograd.grad(p.square().sum(), q)[0].isfinite().all()
 
@@ -78,8 +78,8 @@ def test_similarities() -> None:
     heights = (Q @ w[:4])[..., :, None] + (K @ w[4:])[..., None, :]
     close(references.concatenation(Q, K, w), heights.relu() / 7)
     seen = MASK.sum(-1, keepdim=True).clamp(min=1)
-    close(references.dot_product(Q, K, mask=MASK), (Q @ K.mT).masked_fill(~MASK, 0) / seen)
-    close(references.concatenation(Q, K, w, mask=MASK), heights.relu().masked_fill(~MASK, 0) / seen)
+    close(references.dot_product(Q, K, pair_mask=MASK), (Q @ K.mT).masked_fill(~MASK, 0) / seen)
+    close(references.concatenation(Q, K, w, pair_mask=MASK), heights.relu().masked_fill(~MASK, 0) / seen)
 
 
 def test_uniform() -> None:
@@ -120,7 +120,7 @@ def test_composition() -> None:
 
 
 def test_measures() -> None:
-    p = references.softmax(Q, K, mask=MASK)
+    p = references.softmax(Q, K, pair_mask=MASK)
     close(references.entropy(p), torch.special.entr(p).sum(-1))
     close(references.row_maxima(p), p.amax(-1))
     close(references.frobenius_norm(p), torch.linalg.matrix_norm(p))

@@ -52,9 +52,9 @@ def test_any_shape_and_any_mask(name: str, causal: bool, data: st.DataObject) ->
     m = q.shape[-2]
     options: dict[str, Any] = {"causal": causal}
     if data.draw(st.booleans()):
-        options["mask"] = data.draw(strategies.masks(*data.draw(strategies.broadcasting(tuple(batch))), m, n))
+        options["pair_mask"] = data.draw(strategies.masks(*data.draw(strategies.broadcasting(tuple(batch))), m, n))
     if data.draw(st.booleans()):
-        options["padding"] = data.draw(strategies.masks(*batch, n))
+        options["key_mask"] = data.draw(strategies.masks(*batch, n))
     extra = (data.draw(strategies.tensors(2 * width)),) if name == "concatenation" else ()
     builders = {"softmax": softmax, "dot_product": dot_product, "concatenation": concatenation}
     op = builders[name](q, k, *extra, **options)

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from headwise.nn.positional import QuadraticAttention
+from headwise.nn.tap_layers import QuadraticAttention
 from headwise.nn.taps import Taps
-from headwise.operators.quadratic import log_width
+from headwise.operators.relative.quadratic import log_width
 from headwise.testing.contract import normal
 from headwise.theory.convolution import (
     centres_stop_learning,

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError
+from headwise.ledger.claim_figures import bound_curves, cumulative_spectra, depth_curves, failure_rates, path_groups
+from headwise.ledger.rank_collapse import bound_gap
+from headwise.ledger.rank_collapse_questions import corrected_gap, entrywise_gap, triangle_gap
 from headwise.theory.complexity import (
     ARCHITECTURES,
     LENGTHS,
@@ -27,12 +30,9 @@ from headwise.theory.concentration import (
     sketch_error,
     sketch_size,
 )
+from headwise.theory.counterexamples import search
 from headwise.theory.exponent import exponent
-from headwise.theory.ledger.figures import bound_curves, cumulative_spectra, depth_curves, failure_rates, path_groups
-from headwise.theory.ledger.s0 import bound_gap
-from headwise.theory.ledger.s0_questions import corrected_gap, entrywise_gap, triangle_gap
-from headwise.theory.memory import peak_bytes
-from headwise.theory.search import search
+from headwise.theory.peak_memory import peak_bytes
 
 
 def test_search_finds_a_violation_where_there_is_one() -> None:
@@ -179,7 +179,7 @@ def test_the_published_figures_have_their_shape() -> None:
 def test_the_figures_are_drawn_by_one_command(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     from headwise.cli.main import main
-    from headwise.theory.ledger import figures
+    from headwise.ledger import claim_figures as figures
 
     small = {n: [(i + 1) / n for i in range(n)] for n in (8, 16, 32, 64)}
     monkeypatch.setattr(figures, "cumulative_spectra", lambda: {"softmax": small, "double softmax": small})

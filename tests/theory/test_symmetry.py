@@ -161,7 +161,7 @@ def test_a_window_is_border_only_and_a_relative_bias_on_a_circle_is_kept() -> No
     n, x = 20, torch.randn(2, 20, 12)
     layer = MultiHead(12, 3).eval()
     apart = (torch.arange(n)[:, None] - torch.arange(n)).abs()
-    window = check_equivariance(layer, translations(2), x, call=lambda m, x: m(x, mask=apart <= 2))
+    window = check_equivariance(layer, translations(2), x, call=lambda m, x: m(x, pair_mask=apart <= 2))
     assert (window.verdict, window.border_width) == (BORDER_ONLY, 2), window
     relative = torch.randn(n)[(torch.arange(n)[:, None] - torch.arange(n)) % n]
     biased: Any = lambda m, x: m(x, bias=relative.to(x.dtype))  # noqa: E731

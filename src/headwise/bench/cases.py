@@ -22,7 +22,7 @@ from headwise.operators import (
     strided,
     window,
 )
-from headwise.operators.projections import count_sketch, dense, pooling
+from headwise.operators.linear.projections import count_sketch, dense, pooling
 
 Build = Callable[[Tensor, Tensor], AttentionOperator]
 RANK = 256

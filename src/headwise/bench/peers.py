@@ -18,8 +18,8 @@ from headwise.bench.cases import RANK, entry
 from headwise.bench.clock import Timing, in_turns, without_nan
 from headwise.errors import InputError
 from headwise.nn.builders import LearnedProjection
+from headwise.nn.linformer import ShortenedAttention
 from headwise.nn.multihead import MultiHead
-from headwise.nn.shortened import ShortenedAttention
 from headwise.operators import projected
 
 WIDTH, HEADS = 512, 8

@@ -26,7 +26,7 @@ from headwise.bench.cases import ENTRIES
 from headwise.bench.clock import Timing, in_turns
 from headwise.bench.peers import HEADS, OURS, PEERS, WIDTH, backward_of, forward_of, ours
 from headwise.operators import factored, fixed, strided
-from headwise.operators.projections import identity
+from headwise.operators.linear.projections import identity
 
 Call = Callable[[], object]
 SQUARE = 2048

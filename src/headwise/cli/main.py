@@ -17,14 +17,17 @@ from headwise.errors import HeadwiseError
 
 # name -> (module, one line of help); a new command is one new line here
 COMMANDS: dict[str, tuple[str, str]] = {
-    "examine": ("headwise.cli.examine", "what every head of a model is doing: one page, one JSON file"),
-    "compare": ("headwise.cli.compare", "what changed between two examinations"),
-    "verify": ("headwise.cli.verify", "does what the papers claim about attention hold?"),
-    "grow": ("headwise.cli.grow", "where queries and keys are too narrow, and the best dimensions to add"),
-    "plan": ("headwise.cli.plan", "the cheapest operator for every head within a tolerance"),
-    "rewrite": ("headwise.cli.rewrite", "replace layers by others that compute the same, with a receipt"),
-    "bench": ("headwise.cli.bench", "what attention costs: exponents over n, other packages, distance from exact"),
-    "tour": ("headwise.cli.tour", "three operators, their spectra and costs, and one verdict"),
+    "examine": ("headwise.cli.examine_command", "what every head of a model is doing: one page, one JSON file"),
+    "compare": ("headwise.cli.compare_command", "what changed between two examinations"),
+    "verify": ("headwise.cli.verify_command", "does what the papers claim about attention hold?"),
+    "grow": ("headwise.cli.grow_command", "where queries and keys are too narrow, and the best dimensions to add"),
+    "plan": ("headwise.cli.plan_command", "the cheapest operator for every head within a tolerance"),
+    "rewrite": ("headwise.cli.rewrite_command", "replace layers by others that compute the same, with a receipt"),
+    "bench": (
+        "headwise.cli.bench_command",
+        "what attention costs: exponents over n, other packages, distance from exact",
+    ),
+    "tour": ("headwise.cli.tour_command", "three operators, their spectra and costs, and one verdict"),
 }
 
 

@@ -1,17 +1,17 @@
 """Attention layers: any operator, self- and cross-attention, learned-query pooling, grids of any dimension."""
 
+from headwise.nn.attention_layer import AttentionLayer, Builder
 from headwise.nn.builders import LearnedBlocks, LearnedConvolution, LearnedProjection
-from headwise.nn.convert import DropIn, masks_from_torch
-from headwise.nn.embed import PatchEmbedding, frames
+from headwise.nn.drop_in import DropIn, masks_from_torch
+from headwise.nn.embeddings import PatchEmbedding, frames
 from headwise.nn.encoder import Encoder
 from headwise.nn.grid import GridAttention
-from headwise.nn.heads import head_slices
-from headwise.nn.layer import AttentionLayer, Builder
 from headwise.nn.learned_query import LearnedQuery
+from headwise.nn.linformer import ShortenedAttention
 from headwise.nn.multihead import MultiHead
+from headwise.nn.ragged_heads import head_slices
 from headwise.nn.recurrent import Recurrent
 from headwise.nn.reversible import Reversible
-from headwise.nn.shortened import ShortenedAttention
 
 __all__ = [
     "AttentionLayer",

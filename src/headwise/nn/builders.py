@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.operators.base import AttentionOperator
-from headwise.operators.projections import Projection, convolution, dense
+from headwise.operators.linear.projections import Projection, convolution, dense
 
 Fit = Literal["slice", "interpolate"]
 FromProjections = Callable[..., AttentionOperator]

@@ -12,7 +12,7 @@ from typing import final
 from torch import Tensor, nn
 
 from headwise.errors import InputError, UnsupportedError
-from headwise.nn.layer import Builder
+from headwise.nn.attention_layer import Builder
 from headwise.nn.multihead import MultiHead
 from headwise.nn.reversible import Reversible
 from headwise.operators.softmax import softmax
@@ -96,10 +96,10 @@ class Encoder(nn.Module):
             self.layers = nn.ModuleList(Residual(width, part, dropout, pre=pre) for part in parts)
         self.norm = nn.LayerNorm(width) if pre else nn.Identity()
 
-    def forward(self, x: Tensor, *, causal: bool = False, padding: Tensor | None = None) -> Tensor:
-        """`padding` (*batch, n) is True at real positions."""
+    def forward(self, x: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+        """`key_mask` (*batch, n) is True at real positions."""
         masks = {"causal": causal} if causal else {}
-        masks = masks if padding is None else {**masks, "padding": padding}
+        masks = masks if key_mask is None else {**masks, "key_mask": key_mask}
         if self.reversible is not None:
             one, two = self.reversible(x, x, **masks)
             return self.norm((one + two) / 2)

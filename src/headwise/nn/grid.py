@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError
-from headwise.nn.layer import Context
+from headwise.nn.attention_layer import Context
 from headwise.nn.multihead import MultiHead
 from headwise.operators.base import AttentionOperator
 
@@ -22,7 +22,7 @@ class GridAttention(nn.Module):
     """`layer(x)` or `layer(x, context)` with x (b, width, *grid) and context (b, context_width, *any other grid).
 
     A pair as context holds keys and values, as in `MultiHead`.
-    The options are those of `MultiHead`, which is held as `.attend`; so are the masks, `padding` being
+    The options are those of `MultiHead`, which is held as `.attend`; so are the masks, `key_mask` being
     (b, *grid of the keys) and m, n counting positions with the last axis fastest.
 
     >>> import torch
@@ -57,13 +57,13 @@ def _unfold(name: str, x: Tensor) -> Tensor:
 
 
 def _flattened(masks: dict[str, Any], x: Tensor, context: Context | None) -> dict[str, Any]:
-    padding = masks.get("padding")
-    if padding is None:
+    key_mask = masks.get("key_mask")
+    if key_mask is None:
         return masks
     keys = x if context is None else context[0] if isinstance(context, tuple) else context
     expected = (keys.shape[0], *keys.shape[2:])
-    if tuple(padding.shape) != expected:
+    if tuple(key_mask.shape) != expected:
         raise ShapeError(
-            f"GridAttention: padding has shape {tuple(padding.shape)}, but the keys' (b, *grid) is {expected}"
+            f"GridAttention: key_mask has shape {tuple(key_mask.shape)}, but the keys' (b, *grid) is {expected}"
         )
-    return {**masks, "padding": padding.flatten(1)}
+    return {**masks, "key_mask": key_mask.flatten(1)}

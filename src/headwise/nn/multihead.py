@@ -13,7 +13,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from headwise.nn.layer import AttentionLayer, Builder, Context, _linear
+from headwise.nn.attention_layer import AttentionLayer, Builder, Context, _linear
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
 
@@ -72,17 +72,17 @@ class MultiHead(AttentionLayer):
         context: Context | None = None,
         *,
         causal: bool = False,
-        padding: Tensor | None = None,
-        mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> AttentionOperator:
         """The P (*batch, h, m, n) that `forward` applies to the values, for whoever wants to measure it.
 
-        `padding` (*batch, n), True = real; `mask`, True = may attend, and `bias`, added to the scores: both (m, n) or
+        `key_mask` (*batch, n), True = real; `pair_mask`, True = may attend, and `bias`, added to the scores: both (m, n) or
         (*batch, h, m, n), where any axis may be 1.
         """
         keys_from, _ = self._sources(x, context)
-        masks = {"causal": causal, "padding": padding, "mask": mask, "bias": bias}
+        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "bias": bias}
         return self._operator(self.project_queries(x), keys_from, masks)
 
     def forward(
@@ -91,13 +91,13 @@ class MultiHead(AttentionLayer):
         context: Context | None = None,
         *,
         causal: bool = False,
-        padding: Tensor | None = None,
-        mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """(*batch, m, width) -> (*batch, m, out_width)"""
         keys_from, values_from = self._sources(x, context)
-        masks = {"causal": causal, "padding": padding, "mask": mask, "bias": bias}
+        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "bias": bias}
         return self.output(self._operator(self.project_queries(x), keys_from, masks), values_from)
 
     def _sources(self, x: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
@@ -110,13 +110,13 @@ class MultiHead(AttentionLayer):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiHead:
-        """The same function as `module`, inputs and outputs batch first; see `headwise.nn.convert`."""
-        from headwise.nn.convert import from_torch  # it builds a MultiHead, so it can only be imported late
+        """The same function as `module`, inputs and outputs batch first; see `headwise.nn.drop_in`."""
+        from headwise.nn.drop_in import from_torch  # it builds a MultiHead, so it can only be imported late
 
         return from_torch(module)
 
     def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
         """The same function as an nn.MultiheadAttention, or an UnsupportedError that says why there is none."""
-        from headwise.nn.convert import to_torch
+        from headwise.nn.drop_in import to_torch
 
         return to_torch(self, batch_first=batch_first)

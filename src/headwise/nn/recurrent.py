@@ -28,21 +28,21 @@ class Recurrent(nn.Module):
         self.gru = nn.GRU(width, width if causal else width // 2, batch_first=True, bidirectional=not causal)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, *, causal: bool = False, padding: Tensor | None = None) -> Tensor:
-        """`padding` (*batch, n) is True at real positions, which come first; outputs at padding are the output bias."""
+    def forward(self, x: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+        """`key_mask` (*batch, n) is True at real positions, which come first; outputs at padding are the output bias."""
         no_empty_axis("Recurrent", x=x)
         same_axis("Recurrent", "width", layer=self.width, x=x.shape[-1])
         if causal and not self.causal:
             raise UnsupportedError("Recurrent: this layer reads in both directions; build it with causal=True")
         *batch, n, _ = x.shape
         flat = x.reshape(-1, n, self.width)
-        return self.out(self._states(flat, padding, n)).reshape(*batch, n, self.width)
+        return self.out(self._states(flat, key_mask, n)).reshape(*batch, n, self.width)
 
-    def _states(self, x: Tensor, padding: Tensor | None, n: int) -> Tensor:
-        if padding is None:
+    def _states(self, x: Tensor, key_mask: Tensor | None, n: int) -> Tensor:
+        if key_mask is None:
             return self.gru(x)[0]
-        same_axis("Recurrent", "n", x=n, padding=padding.shape[-1])
-        real = padding.reshape(-1, n).expand(x.shape[0], n)
+        same_axis("Recurrent", "n", x=n, key_mask=key_mask.shape[-1])
+        real = key_mask.reshape(-1, n).expand(x.shape[0], n)
         lengths = real.sum(-1)
         if not bool((real == (torch.arange(n, device=x.device) < lengths.unsqueeze(-1))).all()):
             raise UnsupportedError("Recurrent: padding must follow the real positions; move it to the end")

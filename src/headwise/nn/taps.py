@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import DtypeError, InputError, ShapeError
-from headwise.operators.shift import Border
+from headwise.operators.relative.shift import Border
 
 FILL = {"zeros": "constant", "replicate": "replicate", "reflect": "reflect", "circular": "circular"}
 """The name `torch.nn.functional.pad` has for each border."""

@@ -11,26 +11,26 @@ from headwise.operators.claims import Claim
 from headwise.operators.compose import add, kronecker, per_head, product, scale, transpose
 from headwise.operators.concatenation import concatenation
 from headwise.operators.dot_product import dot_product, scaled
-from headwise.operators.efficient import efficient
-from headwise.operators.factored import factored
-from headwise.operators.factored_blocks import factored_blocks
-from headwise.operators.fixed import fixed, fixed_steps
-from headwise.operators.hashed import hashed
-from headwise.operators.near_far import near_far
-from headwise.operators.nystrom import nystrom
-from headwise.operators.positional import positional
-from headwise.operators.projected import projected
-from headwise.operators.projected_blocks import projected_blocks
-from headwise.operators.quadratic import quadratic
-from headwise.operators.shift import shift
+from headwise.operators.linear.efficient import efficient
+from headwise.operators.linear.factored import factored
+from headwise.operators.linear.factored_blocks import factored_blocks
+from headwise.operators.linear.near_far import near_far
+from headwise.operators.linear.nystrom import nystrom
+from headwise.operators.linear.projected import projected
+from headwise.operators.linear.projected_blocks import projected_blocks
+from headwise.operators.linear.window_low_rank import window_low_rank
+from headwise.operators.relative.positional import positional
+from headwise.operators.relative.quadratic import quadratic
+from headwise.operators.relative.shift import shift
+from headwise.operators.relative.toeplitz import toeplitz
+from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
 from headwise.operators.similarity import embedded_gaussian, gaussian
 from headwise.operators.softmax import Softmax, softmax
-from headwise.operators.strided import strided, strided_steps
-from headwise.operators.toeplitz import toeplitz
-from headwise.operators.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.sparse.fixed import fixed, fixed_steps
+from headwise.operators.sparse.hashed import hashed
+from headwise.operators.sparse.strided import strided, strided_steps
+from headwise.operators.sparse.window import window
 from headwise.operators.uniform import uniform
-from headwise.operators.window import window
-from headwise.operators.window_low_rank import window_low_rank
 
 __all__ = [
     "AttentionOperator",

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.errors import ShapeError
+from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.operators.row_blocks import adjoint_rows, apply_rows
+from headwise.operators.masks import Visibility, causal_adjoint, causal_apply, visibility
 from headwise.operators.similarity import Embedding, embed
-from headwise.operators.visibility import Visibility, causal_adjoint, causal_apply, visibility
 from headwise.shapes import all_finite, broadcast_batch, filled, no_empty_axis, same_kind
 
 LEAF = 64
@@ -57,7 +57,7 @@ class Concatenation(AttentionOperator):
     def apply(self, v: Tensor) -> Tensor:
         a, b = self._heights(v.dtype)
         x = self.seen.hide(v.to(a.dtype))
-        if self.seen.mask is not None:
+        if self.seen.pair_mask is not None:
             out = apply_rows(self._rows(a, b), self.shape, x)
         else:
             out = causal_apply(_sums, _triangle, a, b, x) if self.seen.causal else _sums(a, b, x)
@@ -67,7 +67,7 @@ class Concatenation(AttentionOperator):
         """The same form, a and b in each other's place."""
         a, b = self._heights(u.dtype)
         x = self.seen.average(u.to(a.dtype))
-        if self.seen.mask is not None:
+        if self.seen.pair_mask is not None:
             out = adjoint_rows(self._rows(a, b), self.shape, x)
         elif self.seen.causal:
             out = causal_adjoint(_sums, _triangle, a, b, x)
@@ -89,7 +89,7 @@ class Concatenation(AttentionOperator):
             torch.broadcast_shapes(x.shape[:-2], self.w.shape[:-1]).numel() * math.prod(x.shape[-2:])
             for x in (self.q, self.k)
         )
-        if self.seen.mask is not None:
+        if self.seen.pair_mask is not None:
             work = Cost(m * n * d, m * n)
         elif self.seen.causal:
             work = _triangle_cost(min(m, n), d)
@@ -185,8 +185,8 @@ def concatenation(
     theta: Embedding = None,
     phi: Embedding = None,
     causal: bool = False,
-    padding: Tensor | None = None,
-    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    pair_mask: Tensor | None = None,
 ) -> Concatenation:
     """P_ij = relu(w . [θ(q_i); φ(k_j)]) / C_i; w is (k + k') or, one for each head, (*batch, k + k').
 
@@ -206,5 +206,5 @@ def concatenation(
         )
     batch = broadcast_batch("Concatenation", q=q.shape[:-2], k=k.shape[:-2], w=w.shape[:-1])
     m, n = q.shape[-2], k.shape[-2]
-    masks = {"causal": causal, "padding": padding, "mask": mask}
+    masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask}
     return Concatenation(q, k, w, visibility("Concatenation", m, n, **masks, batch=batch, device=q.device))

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
+from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.operators.row_blocks import adjoint_rows, apply_rows
+from headwise.operators.masks import Visibility, causal_adjoint, causal_apply, visibility
 from headwise.operators.similarity import Embedding, embed
-from headwise.operators.visibility import Visibility, causal_adjoint, causal_apply, visibility
 from headwise.shapes import all_finite, broadcast_batch, filled, no_empty_axis, same_axis, same_kind
 
 SHORTEST_BLOCK = 64
@@ -50,7 +50,7 @@ class DotProduct(AttentionOperator):
     def apply(self, v: Tensor) -> Tensor:
         q, k, x = self._in_one_dtype(v)
         x = self.seen.hide(x)
-        if self.seen.mask is not None:
+        if self.seen.pair_mask is not None:
             out = apply_rows(self._rows(q, k), self.shape, x)
         else:
             out = causal_apply(_product, _triangle, q, k, x) if self.seen.causal else _product(q, k, x)
@@ -60,7 +60,7 @@ class DotProduct(AttentionOperator):
         """K (Q^T (u / C)): queries and keys change roles."""
         q, k, x = self._in_one_dtype(u)
         x = self.seen.average(x)
-        if self.seen.mask is not None:
+        if self.seen.pair_mask is not None:
             out = adjoint_rows(self._rows(q, k), self.shape, x)
         elif self.seen.causal:
             out = causal_adjoint(_product, _triangle, q, k, x)
@@ -71,7 +71,7 @@ class DotProduct(AttentionOperator):
     def cost(self, d: int) -> Cost:
         *batch, m, n = self.shape
         width = self.q.shape[-1]
-        if self.seen.mask is not None:
+        if self.seen.pair_mask is not None:
             return Cost(m * n * (width + d), m * n).times(math.prod(batch))
         if not self.seen.causal:
             return Cost((m + n) * width * d, width * d).times(math.prod(batch))
@@ -126,8 +126,8 @@ def dot_product(
     theta: Embedding = None,
     phi: Embedding = None,
     causal: bool = False,
-    padding: Tensor | None = None,
-    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    pair_mask: Tensor | None = None,
 ) -> DotProduct:
     """P_ij = θ(q_i) . φ(k_j) / C_i, C_i the number of keys that query i may see (n without masks).
 
@@ -142,7 +142,7 @@ def dot_product(
     all_finite("DotProduct", q=q, k=k)
     batch = broadcast_batch("DotProduct", q=q.shape[:-2], k=k.shape[:-2])
     m, n = q.shape[-2], k.shape[-2]
-    masks = {"causal": causal, "padding": padding, "mask": mask}
+    masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask}
     return DotProduct(q, k, visibility("DotProduct", m, n, **masks, batch=batch, device=q.device))
 
 

@@ -30,12 +30,12 @@ def gaussian(
     k: Tensor,
     *,
     causal: bool = False,
-    padding: Tensor | None = None,
-    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    pair_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Softmax:
     """P_ij = exp(q_i . k_j) / C_i, C_i the sum of the row: softmax without the 1/sqrt(k)."""
-    return softmax(q, k, scale=1.0, causal=causal, padding=padding, mask=mask, bias=bias)
+    return softmax(q, k, scale=1.0, causal=causal, key_mask=key_mask, pair_mask=pair_mask, bias=bias)
 
 
 def embedded_gaussian(
@@ -45,13 +45,13 @@ def embedded_gaussian(
     theta: Embedding = None,
     phi: Embedding = None,
     causal: bool = False,
-    padding: Tensor | None = None,
-    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    pair_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Softmax:
     """P_ij = exp(θ(q_i) . φ(k_j)) / C_i, C_i the sum of the row.  With no θ and φ it is `gaussian`."""
     q, k = embed("EmbeddedGaussian", "q", q, theta), embed("EmbeddedGaussian", "k", k, phi)
-    return gaussian(q, k, causal=causal, padding=padding, mask=mask, bias=bias)
+    return gaussian(q, k, causal=causal, key_mask=key_mask, pair_mask=pair_mask, bias=bias)
 
 
 def attend(operator: AttentionOperator, v: Tensor, g: Embedding = None) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.errors import DtypeError, ShapeError
 from headwise.linalg.krylov import Spectrum, singular_values
+from headwise.operators._kernels.scores import WIDEST, Scores, attend, attend_with_lse, row_maxima
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.operators.scores import WIDEST, Scores, attend, attend_with_lse, row_maxima
 from headwise.shapes import all_finite, broadcast_batch, broadcasts_to, no_empty_axis, same_axis, same_kind
 
 
@@ -137,18 +137,18 @@ def softmax(
     *,
     scale: float | None = None,
     causal: bool = False,
-    padding: Tensor | None = None,
-    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    pair_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Softmax:
     """P = softmax_rows(scale q k^T + bias) from q (*batch, m, k) and k (*batch, n, k); scale is 1/sqrt(k) by default.
 
     causal   row i sees columns j <= i + n - m (aligned to the bottom right: the last query sees every key)
-    padding  boolean (*batch, n), True for a real key
-    mask     boolean, broadcasts to (*batch, m, n), True where a query may look
+    key_mask  boolean (*batch, n), True for a real key
+    pair_mask     boolean, broadcasts to (*batch, m, n), True where a query may look
     bias     added to the scores, broadcasts to (*batch, m, n); -inf silences
 
-    `padding` is per sequence: with heads as the last batch axis, (b, n) means the same for every head.
+    `key_mask` is per sequence: with heads as the last batch axis, (b, n) means the same for every head.
     Grouped queries: k may have fewer heads (axis -3) than q if their number divides; each serves consecutive queries.
 
     >>> P = softmax(torch.zeros(2, 4), torch.zeros(3, 4))
@@ -165,7 +165,7 @@ def softmax(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ShapeError(f"Softmax: scale must be finite, but is {scale}")
-    keep = kept("Softmax", shape, padding, mask, device=q.device)
+    keep = kept("Softmax", shape, key_mask, pair_mask, device=q.device)
     if bias is not None:
         if not bias.dtype.is_floating_point:
             raise DtypeError(f"Softmax: bias must be floating point, but is {bias.dtype}; a boolean one is a mask")
@@ -188,26 +188,26 @@ def repeat_heads(k: Tensor, q: Tensor, owner: str = "Softmax") -> Tensor:
 
 
 def kept(
-    owner: str, shape: tuple[int, ...], padding: Tensor | None, mask: Tensor | None, *, device: torch.device
+    owner: str, shape: tuple[int, ...], key_mask: Tensor | None, pair_mask: Tensor | None, *, device: torch.device
 ) -> Tensor | None:
     """One boolean of at least two axes that broadcasts to (*batch, m, n), or None when nothing is silenced."""
-    for name, x in (("padding", padding), ("mask", mask)):
+    for name, x in (("key_mask", key_mask), ("pair_mask", pair_mask)):
         if x is not None and x.dtype != torch.bool:
             raise DtypeError(f"{owner}: {name} must be boolean with True for what counts, but is {x.dtype}")
         if x is not None and x.device != device:
             raise DtypeError(f"{owner}: devices must agree, but q is on {device}, {name} is on {x.device}")
     keep = None
-    if padding is not None:
+    if key_mask is not None:
         *batch, _, n = shape
-        if padding.dim() == 0 or padding.shape[-1] != n:
-            raise ShapeError(f"{owner}: padding has shape {tuple(padding.shape)}, but there are n = {n} keys")
+        if key_mask.dim() == 0 or key_mask.shape[-1] != n:
+            raise ShapeError(f"{owner}: key_mask has shape {tuple(key_mask.shape)}, but there are n = {n} keys")
         # (b, n) against a batch (b, h): heads share it
-        missing = len(batch) - (padding.dim() - 1)
-        if padding.dim() > 1 and missing > 0:
-            padding = padding.reshape(*padding.shape[:-1], *(1,) * missing, n)
-        keep = broadcasts_to(owner, "padding", padding.unsqueeze(-2), shape)
-    if mask is not None:
-        mask = broadcasts_to(owner, "mask", mask, shape)
-        mask = mask.reshape(*(1,) * (2 - mask.dim()), *mask.shape)
-        keep = mask if keep is None else keep & mask
+        missing = len(batch) - (key_mask.dim() - 1)
+        if key_mask.dim() > 1 and missing > 0:
+            key_mask = key_mask.reshape(*key_mask.shape[:-1], *(1,) * missing, n)
+        keep = broadcasts_to(owner, "key_mask", key_mask.unsqueeze(-2), shape)
+    if pair_mask is not None:
+        pair_mask = broadcasts_to(owner, "pair_mask", pair_mask, shape)
+        pair_mask = pair_mask.reshape(*(1,) * (2 - pair_mask.dim()), *pair_mask.shape)
+        keep = pair_mask if keep is None else keep & pair_mask
     return keep

@@ -15,7 +15,7 @@ from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.operators.visibility import Visibility, visibility
+from headwise.operators.masks import Visibility, visibility
 
 
 @final
@@ -44,7 +44,7 @@ class Uniform(AttentionOperator):
             promised.add(Claim.STOCHASTIC)
         if self.seen.causal:
             promised.add(Claim.CAUSAL)
-        elif self.seen.padding is None and self.seen.m == self.seen.n:
+        elif self.seen.key_mask is None and self.seen.m == self.seen.n:
             promised.add(Claim.SYMMETRIC)
         return frozenset(promised)
 
@@ -83,8 +83,8 @@ class Uniform(AttentionOperator):
         )
 
 
-def uniform(m: int, n: int, *, causal: bool = False, padding: Tensor | None = None) -> Uniform:
-    """The mean over the visible keys.  `padding` (*batch, n) is True at keys that exist."""
+def uniform(m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None) -> Uniform:
+    """The mean over the visible keys.  `key_mask` (*batch, n) is True at keys that exist."""
     if m < 1 or n < 1:
         raise ShapeError(f"Uniform: m has {m}, n has {n}: an empty axis has no attention")
-    return Uniform(visibility("Uniform", m, n, causal=causal, padding=padding))
+    return Uniform(visibility("Uniform", m, n, causal=causal, key_mask=key_mask))

@@ -16,4 +16,4 @@ from headwise.testing.contract import CHECKS as CHECKS
 from headwise.testing.contract import Case as Case
 from headwise.testing.contract import ContractError as ContractError
 from headwise.testing.contract import assert_operator as assert_operator
-from headwise.testing.count import count_multiply_adds as count_multiply_adds
+from headwise.testing.counting import count_multiply_adds as count_multiply_adds

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import DISTANCES
-from headwise.testing.count import count_multiply_adds
+from headwise.testing.counting import count_multiply_adds
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 """Largest relative error allowed in each dtype: about 2^22 roundings of float64, 800 of float32, ten of the halves."""
@@ -198,7 +198,7 @@ def _compare_gradients(
 
 
 def check_cost(case: Case) -> None:
-    """products <= multiply_adds <= products + sums, as `headwise.testing.count` counts one apply; exact, no slack."""
+    """products <= multiply_adds <= products + sums, as `headwise.testing.counting` counts one apply; exact, no slack."""
     op = case.operator(torch.float32)
     for d in case.widths():
         v, u = _sides(op, d, torch.float32)

@@ -24,20 +24,20 @@ def matrix(m: int, n: int, entry: Callable[[int, int], Tensor]) -> Tensor:
 
 
 def visible(
-    m: int, n: int, *, causal: bool = False, padding: Tensor | None = None, mask: Tensor | None = None
+    m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None, pair_mask: Tensor | None = None
 ) -> Tensor:
     """True where query i may look at key j: (*batch, m, n).
 
     Causal is aligned to the bottom right, as decoding wants it: the last query sees the last key, j <= i + n - m.
-    `padding` (*batch, n) is True at real keys, `mask` (*batch, m, n) is True where looking is allowed.
+    `key_mask` (*batch, n) is True at real keys, `pair_mask` (*batch, m, n) is True where looking is allowed.
     """
 
     def entry(i: int, j: int) -> Tensor:
         seen = torch.tensor(not causal or j <= i + n - m)
-        if padding is not None:
-            seen = seen & padding[..., j]
-        if mask is not None:
-            seen = seen & mask[..., min(i, mask.shape[-2] - 1), min(j, mask.shape[-1] - 1)]
+        if key_mask is not None:
+            seen = seen & key_mask[..., j]
+        if pair_mask is not None:
+            seen = seen & pair_mask[..., min(i, pair_mask.shape[-2] - 1), min(j, pair_mask.shape[-1] - 1)]
         return seen
 
     return matrix(m, n, entry).bool()
@@ -74,8 +74,8 @@ def softmax(
     *,
     scale: float | None = None,
     causal: bool = False,
-    padding: Tensor | None = None,
-    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    pair_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """P = softmax over visible keys of scale q_i . k_j + bias_ij, scale 1/sqrt(k) unless given."""
@@ -85,8 +85,8 @@ def softmax(
         logits = logits + bias.double()
         minus_infinity = logits == -math.inf  # a bias of -inf is a mask by another name
         logits = logits.masked_fill(minus_infinity, 0.0)
-        mask = ~minus_infinity if mask is None else mask & ~minus_infinity
-    return normalised(logits, visible(m, n, causal=causal, padding=padding, mask=mask))
+        pair_mask = ~minus_infinity if pair_mask is None else pair_mask & ~minus_infinity
+    return normalised(logits, visible(m, n, causal=causal, key_mask=key_mask, pair_mask=pair_mask))
 
 
 def log_sum_exp(logits: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -135,9 +135,9 @@ def concatenation(
     return _averaged(matrix(q.shape[-2], k.shape[-2], entry), **masks)
 
 
-def uniform(m: int, n: int, *, causal: bool = False, padding: Tensor | None = None) -> Tensor:
+def uniform(m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
     """P_ij = 1 / number of keys that query i may see; a row that sees nothing is zero."""
-    seen = visible(m, n, causal=causal, padding=padding)
+    seen = visible(m, n, causal=causal, key_mask=key_mask)
     return normalised(torch.zeros(seen.shape, dtype=torch.float64), seen)
 
 
@@ -172,10 +172,10 @@ def toeplitz(weights: Tensor, m: int, n: int) -> Tensor:
     return matrix(m, n, lambda i, j: weights[..., j - i + m - 1])
 
 
-def toeplitz_softmax(logits: Tensor, m: int, n: int, *, causal: bool = False, padding: Tensor | None = None) -> Tensor:
+def toeplitz_softmax(logits: Tensor, m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
     """P_ij = softmax over the visible j of l_(j - i + m - 1); a logit of -inf is a mask."""
     table = toeplitz(logits, m, n)
-    seen = visible(m, n, causal=causal, padding=padding) & (table > -math.inf)
+    seen = visible(m, n, causal=causal, key_mask=key_mask) & (table > -math.inf)
     return normalised(table.masked_fill(table == -math.inf, 0.0), seen)
 
 

@@ -18,7 +18,7 @@ def window_low_rank(
     *,
     tokens: int = 0,
     scale: float | None = None,
-    padding: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """P_ij = [exp(s q_i . k_j) where i sees j + sum_t exp(s q_i . (e k)_t + bias_t) f_tj] / Z_i, one row at a time.
 
@@ -29,7 +29,7 @@ def window_low_rank(
     f = e if f is None else f.double()
     m, n, r = q.shape[-2], k.shape[-2], e.shape[-2]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    there = torch.ones(n, dtype=torch.bool) if padding is None else padding
+    there = torch.ones(n, dtype=torch.bool) if key_mask is None else key_mask
     slots = (e.unsqueeze(-1) * (k * there.unsqueeze(-1)).unsqueeze(-3)).sum(-2)  # (*batch, r, k)
     open_ = ((e != 0) & there.unsqueeze(-2)).any(-1) & ((f != 0) & there.unsqueeze(-2)).any(-1)
     offset = torch.zeros(r, dtype=torch.float64) if bias is None else bias.double()

@@ -19,13 +19,13 @@ def near_far(
     first: int = 0,
     scale: float | None = None,
     causal: bool = False,
-    padding: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """P_ij = exp(s q_i . k_j) / Z_i near, sum_t exp(s q_i . a_t + c_t + s b_t . k_j) / Z_i far, one row at a time."""
     q, k, a, b, c = (x.double() for x in (q, k, a, b, c))
     n = q.shape[-2]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    there = torch.ones(n, dtype=torch.bool) if padding is None else padding
+    there = torch.ones(n, dtype=torch.bool) if key_mask is None else key_mask
     key_features = (scale * (b.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)).exp()  # (*batch, r, n)
     rows = []
     for i in range(n):

@@ -17,15 +17,15 @@ def softmax_over(
     k: Tensor,
     allowed: Callable[[int, int], bool],
     *,
-    padding: Tensor | None = None,
+    key_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax of scale q_i . k_j over the keys j that `allowed(i, j)` and `padding` (*batch, n) leave."""
+    """Softmax of scale q_i . k_j over the keys j that `allowed(i, j)` and `key_mask` (*batch, n) leave."""
     q, k = q.double(), k.double()
     m, n = q.shape[-2], k.shape[-2]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     seen = torch.tensor([[bool(allowed(i, j)) for j in range(n)] for i in range(m)])
-    seen = seen if padding is None else seen & padding.unsqueeze(-2)
+    seen = seen if key_mask is None else seen & key_mask.unsqueeze(-2)
     s = scale * torch.einsum("...ic,...jc->...ij", q, k)
     s, seen = torch.broadcast_tensors(s, seen)
     s = s.masked_fill(~seen, 0.0)  # before exp: 0 * inf would poison the gradient
@@ -35,7 +35,7 @@ def softmax_over(
 
 
 def window(
-    q: Tensor, k: Tensor, width: int, *, tokens: int = 0, causal: bool = False, padding: Tensor | None = None
+    q: Tensor, k: Tensor, width: int, *, tokens: int = 0, causal: bool = False, key_mask: Tensor | None = None
 ) -> Tensor:
     """Query i, at position i + n - m, sees the `width` keys about it and the first `tokens`, which see every key."""
     m, n = q.shape[-2], k.shape[-2]
@@ -46,11 +46,11 @@ def window(
             return j <= i and (i - j < width or j < tokens)
         return j in range(i - width // 2, i - width // 2 + width) or j < tokens or i < tokens
 
-    return softmax_over(q, k, allowed, padding=padding)
+    return softmax_over(q, k, allowed, key_mask=key_mask)
 
 
 def efficient(
-    q: Tensor, k: Tensor, *, scale: float | None = None, causal: bool = False, padding: Tensor | None = None
+    q: Tensor, k: Tensor, *, scale: float | None = None, causal: bool = False, key_mask: Tensor | None = None
 ) -> Tensor:
     """P_ij = sum_c softmax_c(scale q_i) exp(scale k_jc) / sum of exp(scale k_j'c) over the keys j' that i may see."""
     q, k = q.double(), k.double()
@@ -60,7 +60,7 @@ def efficient(
     rows = []
     for i in range(m):
         seen = torch.arange(n) <= i + n - m if causal else torch.ones(n, dtype=torch.bool)
-        seen = (seen if padding is None else seen & padding).unsqueeze(-1)
+        seen = (seen if key_mask is None else seen & key_mask).unsqueeze(-1)
         weights = (scale * k).exp() * seen
         weights = weights / weights.sum(-2, keepdim=True).masked_fill(~seen.any(-2, keepdim=True), 1.0)
         rows.append((features[..., i, None, :] * weights).sum(-1))
@@ -104,54 +104,54 @@ def projection(kind: str, n: int, **parts: object) -> Tensor:
     raise ValueError(kind)
 
 
-def masked_projection(e: Tensor, padding: Tensor | None, *, mean: bool = False) -> tuple[Tensor, Tensor | None]:
+def masked_projection(e: Tensor, key_mask: Tensor | None, *, mean: bool = False) -> tuple[Tensor, Tensor | None]:
     """E with the columns of missing keys zero (means renewed), and which slots are not empty."""
-    if padding is None:
+    if key_mask is None:
         return e, None
-    kept = e * padding.unsqueeze(-2)
+    kept = e * key_mask.unsqueeze(-2)
     if mean:
         kept = kept / kept.sum(-1, keepdim=True).masked_fill(kept.sum(-1, keepdim=True) == 0, 1.0)
-    return kept, ((e != 0) & padding.unsqueeze(-2)).any(-1)
+    return kept, ((e != 0) & key_mask.unsqueeze(-2)).any(-1)
 
 
 def factored(
-    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, padding: Tensor | None = None, mean: bool = False
+    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, key_mask: Tensor | None = None, mean: bool = False
 ) -> Tensor:
     """P = softmax_features(s q) softmax_slots(s E k)^T F"""
-    e, filled = masked_projection(e.double(), padding, mean=mean)
-    f, also = masked_projection(f.double(), padding, mean=mean)
+    e, filled = masked_projection(e.double(), key_mask, mean=mean)
+    f, also = masked_projection(f.double(), key_mask, mean=mean)
     filled = None if filled is None or also is None else filled & also
-    return efficient(q, e @ k.double(), padding=filled) @ f
+    return efficient(q, e @ k.double(), key_mask=filled) @ f
 
 
 def projected(
-    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, padding: Tensor | None = None, mean: bool = False
+    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, key_mask: Tensor | None = None, mean: bool = False
 ) -> Tensor:
     """P = softmax_slots(s q (E k)^T) F"""
-    e, filled = masked_projection(e.double(), padding, mean=mean)
-    f, also = masked_projection(f.double(), padding, mean=mean)
+    e, filled = masked_projection(e.double(), key_mask, mean=mean)
+    f, also = masked_projection(f.double(), key_mask, mean=mean)
     filled = None if filled is None or also is None else filled & also
-    return softmax_over(q, e @ k.double(), lambda i, j: True, padding=filled) @ f
+    return softmax_over(q, e @ k.double(), lambda i, j: True, key_mask=filled) @ f
 
 
-def strided(q: Tensor, k: Tensor, stride: int, *, causal: bool = False, padding: Tensor | None = None) -> Tensor:
+def strided(q: Tensor, k: Tensor, stride: int, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
     """Query i sees j with |i - j| <= stride or (i - j) % stride = 0."""
 
     def allowed(i: int, j: int) -> bool:
         return (abs(i - j) <= stride or (i - j) % stride == 0) and (not causal or j <= i)
 
-    return softmax_over(q, k, allowed, padding=padding)
+    return softmax_over(q, k, allowed, key_mask=key_mask)
 
 
-def strided_steps(q: Tensor, k: Tensor, stride: int, *, causal: bool = False, padding: Tensor | None = None) -> Tensor:
+def strided_steps(q: Tensor, k: Tensor, stride: int, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
     """P_columns P_local"""
-    along = softmax_over(q, k, lambda i, j: (i - j) % stride == 0 and (not causal or j <= i), padding=padding)
-    local = softmax_over(q, k, lambda i, j: abs(i - j) <= stride and (not causal or j <= i), padding=padding)
+    along = softmax_over(q, k, lambda i, j: (i - j) % stride == 0 and (not causal or j <= i), key_mask=key_mask)
+    local = softmax_over(q, k, lambda i, j: abs(i - j) <= stride and (not causal or j <= i), key_mask=key_mask)
     return along @ local
 
 
 def fixed(
-    q: Tensor, k: Tensor, block: int, summaries: int = 1, *, causal: bool = False, padding: Tensor | None = None
+    q: Tensor, k: Tensor, block: int, summaries: int = 1, *, causal: bool = False, key_mask: Tensor | None = None
 ) -> Tensor:
     """Query i sees its own block and the last `summaries` keys of every whole block."""
 
@@ -159,24 +159,24 @@ def fixed(
         whole = (j // block + 1) * block <= k.shape[-2]
         return (j // block == i // block or (whole and j % block >= block - summaries)) and (not causal or j <= i)
 
-    return softmax_over(q, k, allowed, padding=padding)
+    return softmax_over(q, k, allowed, key_mask=key_mask)
 
 
 def fixed_steps(
-    q: Tensor, k: Tensor, block: int, summaries: int = 1, *, causal: bool = False, padding: Tensor | None = None
+    q: Tensor, k: Tensor, block: int, summaries: int = 1, *, causal: bool = False, key_mask: Tensor | None = None
 ) -> Tensor:
     """P_summaries P_own: a step over the own block, then one over itself and the summaries of other blocks."""
-    own = softmax_over(q, k, lambda i, j: j // block == i // block and (not causal or j <= i), padding=padding)
+    own = softmax_over(q, k, lambda i, j: j // block == i // block and (not causal or j <= i), key_mask=key_mask)
 
     def across(i: int, j: int) -> bool:
         whole = (j // block + 1) * block <= k.shape[-2]
         other = whole and j // block != i // block and j % block >= block - summaries
         return j == i or (other and (not causal or j <= i))
 
-    return softmax_over(q, k, across, padding=padding) @ own
+    return softmax_over(q, k, across, key_mask=key_mask) @ own
 
 
-def nystrom(q: Tensor, k: Tensor, landmarks: int, *, iterations: int = 6, padding: Tensor | None = None) -> Tensor:
+def nystrom(q: Tensor, k: Tensor, landmarks: int, *, iterations: int = 6, key_mask: Tensor | None = None) -> Tensor:
     """softmax(q K~^T) Z softmax(Q~ k^T), segment by segment; with padding, as many queries as keys."""
 
     def means(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -184,12 +184,12 @@ def nystrom(q: Tensor, k: Tensor, landmarks: int, *, iterations: int = 6, paddin
         e, filled = masked_projection(projection("pooling", x.shape[-2], size=size), keep, mean=True)
         return e @ x.double(), filled
 
-    near_q, filled_q = means(q, padding if q.shape[-2] == k.shape[-2] else None)
-    near_k, filled_k = means(k, padding)
+    near_q, filled_q = means(q, key_mask if q.shape[-2] == k.shape[-2] else None)
+    near_k, filled_k = means(k, key_mask)
     everything = lambda i, j: True  # noqa: E731
-    left = softmax_over(q, near_k, everything, padding=filled_k)
-    right = softmax_over(near_q, k, everything, padding=padding)
-    a = softmax_over(near_q, near_k, everything, padding=filled_k)
+    left = softmax_over(q, near_k, everything, key_mask=filled_k)
+    right = softmax_over(near_q, k, everything, key_mask=key_mask)
+    a = softmax_over(near_q, near_k, everything, key_mask=filled_k)
     if filled_q is not None:
         a, right = a * filled_q.unsqueeze(-1), right * filled_q.unsqueeze(-1)
     one = torch.eye(a.shape[-2], dtype=torch.float64)
@@ -206,17 +206,17 @@ def hashed(
     *,
     chunk: int,
     causal: bool = False,
-    padding: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """One sequence after the other: sort by hash in every round, meet the own chunk and the one before, and itself."""
     shared, n = k is None, q.shape[-2]
     keys = q if k is None else k
-    if padding is not None:
-        padding = padding.expand(*q.shape[:-1])
+    if key_mask is not None:
+        key_mask = key_mask.expand(*q.shape[:-1])
     flat_q, flat_k = q.double().reshape(-1, *q.shape[-2:]), keys.double().reshape(-1, *q.shape[-2:])
     results = []
     for i in range(flat_q.shape[0]):
-        there = torch.ones(n, dtype=torch.bool) if padding is None else padding.reshape(-1, n)[i]
+        there = torch.ones(n, dtype=torch.bool) if key_mask is None else key_mask.reshape(-1, n)[i]
         met = torch.zeros(n, n, dtype=torch.bool)
         for rotation in rotations.double():
             ranks = []
@@ -258,11 +258,11 @@ def block_matrix(e: Tensor, n: int) -> Tensor:
 
 
 def projected_blocks(
-    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, padding: Tensor | None = None, mean: bool = False
+    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, key_mask: Tensor | None = None, mean: bool = False
 ) -> Tensor:
     """Softmax over the own block's keys j <= i beside the slots of earlier blocks; slots become values by F."""
     (r, b), n = e.shape[-2:], k.shape[-2]
-    there = torch.ones(n, dtype=torch.bool) if padding is None else padding
+    there = torch.ones(n, dtype=torch.bool) if key_mask is None else key_mask
     big_e, filled = masked_projection(block_matrix(e.double(), n), there, mean=mean)
     big_f, also = masked_projection(block_matrix(f.double(), n), there, mean=mean)
     slots = big_e @ k.double()
@@ -274,16 +274,16 @@ def projected_blocks(
     def allowed(i: int, j: int) -> bool:
         return j <= i and j // b == i // b if j < n else (j - n) // r < i // b
 
-    p = softmax_over(q, keys, allowed, padding=torch.cat(real, dim=-1))
+    p = softmax_over(q, keys, allowed, key_mask=torch.cat(real, dim=-1))
     return p[..., :n] + p[..., n:] @ big_f
 
 
 def factored_blocks(
-    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, padding: Tensor | None = None, mean: bool = False
+    q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, key_mask: Tensor | None = None, mean: bool = False
 ) -> Tensor:
     """The double softmax over the own block's keys j <= i beside the slots of earlier blocks, row by row."""
     (r, b), n = e.shape[-2:], k.shape[-2]
-    there = torch.ones(n, dtype=torch.bool) if padding is None else padding
+    there = torch.ones(n, dtype=torch.bool) if key_mask is None else key_mask
     big_e, filled = masked_projection(block_matrix(e.double(), n), there, mean=mean)
     big_f, also = masked_projection(block_matrix(f.double(), n), there, mean=mean)
     slots, filled = big_e @ k.double(), filled & also  # type: ignore[operator]

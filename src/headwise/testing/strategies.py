@@ -178,7 +178,7 @@ def wrong_mask(draw: st.DrawFn) -> Bad:
     else:
         shape.insert(0, 2)
     return replace(
-        bad, what="wrong mask", masks={"mask": torch.ones(*shape, dtype=torch.bool)}, names=(str(tuple(shape)),)
+        bad, what="wrong mask", masks={"pair_mask": torch.ones(*shape, dtype=torch.bool)}, names=(str(tuple(shape)),)
     )
 
 
@@ -204,15 +204,15 @@ def wrong_padding(draw: st.DrawFn) -> Bad:
     bad = draw(good())
     n = bad.k.shape[-2]
     size = n + draw(sizes)
-    padding = torch.ones(*bad.k.shape[:-2], size, dtype=torch.bool)
-    return replace(bad, what="wrong padding", masks={"padding": padding}, names=("padding", str(n), str(size)))
+    key_mask = torch.ones(*bad.k.shape[:-2], size, dtype=torch.bool)
+    return replace(bad, what="wrong padding", masks={"key_mask": key_mask}, names=("key_mask", str(n), str(size)))
 
 
 @st.composite
 def not_boolean(draw: st.DrawFn) -> Bad:
     bad = draw(good())
     m, n = bad.q.shape[-2], bad.k.shape[-2]
-    name, shape = draw(st.sampled_from([("mask", (m, n)), ("padding", (n,))]))
+    name, shape = draw(st.sampled_from([("pair_mask", (m, n)), ("key_mask", (n,))]))
     dtype = draw(st.sampled_from([torch.float32, torch.int64, torch.uint8]))
     return replace(
         bad,
@@ -226,9 +226,9 @@ def not_boolean(draw: st.DrawFn) -> Bad:
 def mask_elsewhere(draw: st.DrawFn) -> Bad:
     bad = draw(good())
     m, n = bad.q.shape[-2], bad.k.shape[-2]
-    name, shape = draw(st.sampled_from([("mask", (m, n)), ("padding", (n,))]))
-    mask = torch.ones(*shape, dtype=torch.bool, device="meta")
-    return replace(bad, what=f"{name} elsewhere", masks={name: mask}, names=(name, "meta", "cpu"))
+    name, shape = draw(st.sampled_from([("pair_mask", (m, n)), ("key_mask", (n,))]))
+    pair_mask = torch.ones(*shape, dtype=torch.bool, device="meta")
+    return replace(bad, what=f"{name} elsewhere", masks={name: pair_mask}, names=(name, "meta", "cpu"))
 
 
 BAD_TENSORS: tuple[Callable[[], st.SearchStrategy[Bad]], ...] = (

@@ -20,16 +20,16 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.nn.recurrent import Recurrent
 from headwise.operators.base import AttentionOperator
-from headwise.operators.efficient import efficient
-from headwise.operators.factored import factored
-from headwise.operators.hashed import hashed
-from headwise.operators.projected import projected
-from headwise.operators.projections import dense, pooling
+from headwise.operators.linear.efficient import efficient
+from headwise.operators.linear.factored import factored
+from headwise.operators.linear.projected import projected
+from headwise.operators.linear.projections import dense, pooling
 from headwise.operators.softmax import softmax
-from headwise.operators.strided import strided
-from headwise.operators.window import window
+from headwise.operators.sparse.hashed import hashed
+from headwise.operators.sparse.strided import strided
+from headwise.operators.sparse.window import window
 from headwise.theory.exponent import Exponent, exponent
-from headwise.theory.memory import peak_bytes
+from headwise.theory.peak_memory import peak_bytes
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 WIDTH, SLOTS = 16, 64

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.nn.positional import ShiftAttention
+from headwise.nn.tap_layers import ShiftAttention
 from headwise.nn.taps import Taps
-from headwise.operators.quadratic import log_width, quadratic
+from headwise.operators.relative.quadratic import log_width, quadratic
 from headwise.theory.verdict import Verdict
 
 SOURCE = "Cordonnier, Loukas & Jaggi 2020, Theorem 1"

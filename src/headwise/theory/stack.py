@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from headwise.errors import NonFiniteError, ShapeError, UnsupportedError
-from headwise.nn.heads import head_slices
 from headwise.nn.multihead import MultiHead
+from headwise.nn.ragged_heads import head_slices
 from headwise.operators.softmax import softmax
 
 

@@ -1,0 +1,1 @@
+"""Measure every head while the model runs, and what depth does to its tokens."""

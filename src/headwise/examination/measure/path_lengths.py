@@ -1,0 +1,210 @@
+"""What paths of each length contribute to the last layer: X_L = sum_j T[j], T[j] through exactly j attention layers.
+
+    T_(l+1)[j] = A_l T_l[j] + B_l T_l[j-1]        B_l through the heads of layer l, A_l past them
+
+holds for the real network once its nonlinear parts are held at the values they took on this text: the attention
+matrices, the scales of the layer norms and the gates of the MLPs (gelu(z) = z g with g held; in a gated MLP the gate).
+So the network itself is run again on L + 1 copies of its input, copy j carrying T[j]: linear maps act on every copy, a
+bias on copy 0 only, and attention moves each copy to the next.  That needs no code for any family of models; whether
+the copies add up to the true output is measured, and where they do not the answer is "not supported".
+
+Dong, Cordonnier & Loukas 2021 (path decomposition); the recursion replaces their (H + 1)^L terms by L + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from headwise.models.run import blocks_of, in_double, run_model
+from headwise.theory.residual import relative_residual
+
+EXACT = 1e-6
+"""Largest relative difference between the sum of all paths and the network's own output that counts as equal."""
+
+_GATED = {F.gelu, F.relu, torch.relu, F.silu, F.elu, F.leaky_relu, F.mish, F.hardswish, F.softplus}
+_HELD = {torch.tanh, torch.sigmoid, torch.rsqrt, torch.erf, torch.Tensor.tanh, torch.Tensor.sigmoid, torch.Tensor.rsqrt}
+
+
+class _Recorder(TorchFunctionMode):
+    """Runs the model as it is and keeps what will be held: one entry for every call that matters, in order."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is F.layer_norm:
+            x, axes = args[0], tuple(range(-len(args[1]), 0))
+            eps = kwargs.get("eps", args[4] if len(args) > 4 else 1e-5)
+            self.held.append((x.var(axes, correction=0, keepdim=True) + eps).rsqrt())
+        elif func is F.rms_norm:
+            x, eps = args[0], kwargs.get("eps", args[3] if len(args) > 3 else None)
+            eps = torch.finfo(x.dtype).eps if eps is None else eps
+            self.held.append((x.square().mean(-1, keepdim=True) + eps).rsqrt())
+        elif func in _GATED:
+            z = args[0]
+            self.held.append((out / torch.where(z == 0, torch.ones_like(z), z), out))
+        elif func in _HELD:
+            self.held.append(out)
+        elif func is F.scaled_dot_product_attention:
+            self.held.append((args, kwargs))
+        return out
+
+
+class _Replayer(TorchFunctionMode):
+    """Runs the model on copies 0 ... L, linear where it was not, from the moment copy 0 enters the first block."""
+
+    def __init__(self, held: list[Any], copies: int, *, gate: bool) -> None:
+        self.held, self.copies, self.gate = iter(held), copies, gate
+        self.started = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        known = func in (F.layer_norm, F.rms_norm, F.scaled_dot_product_attention) or func in _GATED or func in _HELD
+        held: Any = next(self.held) if known else None
+        if not self.started:
+            return func(*args, **kwargs)
+        if func is F.linear:
+            return self._biased(F.linear(args[0], args[1]), args[2] if len(args) > 2 else kwargs.get("bias"))
+        if func is torch.addmm:
+            return self._biased(args[1] @ args[2], args[0])
+        if func is F.layer_norm:
+            x, axes = args[0], tuple(range(-len(args[1]), 0))
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            bias = args[3] if len(args) > 3 else kwargs.get("bias")
+            x = (x - x.mean(axes, keepdim=True)) * held
+            return self._biased(x if weight is None else x * weight, bias)
+        if func is F.rms_norm:
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            return args[0] * held * (1 if weight is None else weight)
+        if func in _GATED:
+            return args[0] * held[0] if self.gate else held[1].expand_as(args[0])
+        if func in _HELD:
+            return held.expand(self.copies, *held.shape[1:]) if held.dim() and held.shape[0] == 1 else held
+        if func is F.scaled_dot_product_attention:
+            return self._next_copy(args[2] if len(args) > 2 else kwargs["value"], *held)
+        return func(*args, **kwargs)
+
+    def _biased(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return x
+        parts = x.unflatten(0, (self.copies, -1))
+        return torch.cat([parts[:1] + bias, parts[1:]]).flatten(0, 1)
+
+    def _next_copy(self, v: Tensor, args: tuple, kwargs: dict) -> Tensor:
+        q, k = args[:2] if len(args) > 1 else (args[0], kwargs["key"]) if args else (kwargs["query"], kwargs["key"])
+        rest = {name: x for name, x in kwargs.items() if name not in ("query", "key", "value")}
+        for name, x in zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False):
+            rest[name] = x
+        q, k = (x.expand(self.copies - 1, *x.shape[1:]) for x in (q, k))
+        mask = rest.get("attn_mask")
+        if mask is not None and mask.dim() == 4:
+            rest["attn_mask"] = mask.expand(self.copies - 1, *mask.shape[1:])
+        out = F.scaled_dot_product_attention(q, k, v[:-1], **rest)
+        return torch.cat([torch.zeros_like(out[:1]), out])
+
+
+def by_length(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Norm, share and relative residual of T[j] for every path length j, on the first sequence of the batch.
+
+    `share` is <T[j], X> / ||X||^2: shares add up to one, and a negative one works against the sum.
+    """
+    names = list(blocks_of(model))
+    if not names:
+        return {"supported": False, "why": f"{type(model).__name__} has no list of blocks"}
+    double = in_double(model)
+    blocks = blocks_of(double)
+    one = {key: x[:1] if isinstance(x, Tensor) and x.dim() else x for key, x in batch.items()}
+    one = {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in one.items()}
+    copies = len(names) + 1
+    try:
+        recorder = _Recorder()
+        with torch.no_grad(), recorder, _ends(blocks) as ends:
+            run_model(double, one)
+        start, true = ends["in"], ends["out"]
+        errors = []
+        for gate in (True, False):
+            groups = _replay(double, blocks, one, recorder.held, copies, start, gate=gate)
+            error = ((groups.sum(0) - true[0]).norm() / true.norm()).item()
+            errors.append(error)
+            if error <= EXACT:
+                return _described(groups, true[0], error)
+    except (RuntimeError, StopIteration, KeyError, TypeError, IndexError, ValueError) as problem:
+        why = f"{type(model).__name__} cannot be replayed on copies of its input ({str(problem).splitlines()[0][:120]})"
+        return {"supported": False, "why": why}
+    why = f"the paths of {type(model).__name__} add up only to {min(errors):.1e} of its output: a part is not linear"
+    return {"supported": False, "why": why}
+
+
+def _replay(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    batch: Mapping[str, Tensor],
+    held: list[Any],
+    copies: int,
+    start: Tensor,
+    *,
+    gate: bool,
+) -> Tensor:
+    replayer = _Replayer(held, copies, gate=gate)
+    many = {
+        key: x.expand(copies, *x.shape[1:]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == 1 else x
+        for key, x in batch.items()
+    }
+    first = torch.cat([start, start.new_zeros(copies - 1, *start.shape[1:])])
+
+    def begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        replayer.started = True
+        return ((first, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": first})
+
+    handle = next(iter(blocks.values())).register_forward_pre_hook(begin, with_kwargs=True)
+    try:
+        with torch.no_grad(), replayer, _ends(blocks) as ends:
+            run_model(model, many)
+    finally:
+        handle.remove()
+    return ends["out"]
+
+
+@contextmanager
+def _ends(blocks: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """The input of the first block and the output of the last one."""
+    found: dict[str, Tensor] = {}
+    modules = list(blocks.values())
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        found.setdefault("in", args[0] if args else kwargs["hidden_states"])
+
+    def after(module: nn.Module, args: tuple, output: Any) -> None:
+        found["out"] = output[0] if isinstance(output, (tuple, list)) else output
+
+    handles = [
+        modules[0].register_forward_pre_hook(before, with_kwargs=True),
+        modules[-1].register_forward_hook(after),
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _described(groups: Tensor, true: Tensor, error: float) -> dict[str, Any]:
+    square = true.square().sum()
+    return {
+        "supported": True,
+        "lengths": list(range(len(groups))),
+        "norm": (groups.square().sum((-2, -1)) / square).sqrt().tolist(),
+        "share": ((groups * true).sum((-2, -1)) / square).tolist(),
+        "relative_residual": relative_residual(groups).tolist(),
+        "sum_error": error,
+        "frozen": ["attention matrices", "layer-norm scales", "MLP gates"],
+    }

@@ -1,0 +1,162 @@
+"""A user's existing model, its attention replaced by MultiHead layers of the same function, which can be grown.
+
+Known: nn.MultiheadAttention, and the self-attention modules of transformers' BERT (and the families copied from it)
+and GPT-2.  They are recognised by their parts, so transformers itself is not imported.  Adopt before the optimizer is
+made: parameters are new objects.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import UnsupportedError
+from headwise.nn.drop_in import DropIn
+from headwise.nn.multihead import MultiHead
+
+
+def adopt(model: nn.Module) -> list[str]:
+    """Replace every attention module that is known, in place; the names of those replaced.
+
+    >>> encoder = nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
+    >>> adopt(encoder)
+    ['self_attn']
+    """
+    done = []
+    for name, module in list(model.named_modules()):
+        new = _adopted(module)
+        if new is not None:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, new)
+            done.append(name)
+    if not done:
+        raise UnsupportedError(
+            f"adopt: {type(model).__name__} has no nn.MultiheadAttention and no attention like BERT's or GPT-2's; "
+            "build it from headwise.nn.MultiHead instead"
+        )
+    for part in ("config", "generation_config"):
+        config = getattr(model, part, None)
+        if config is not None and getattr(config, "use_cache", False):
+            config.use_cache = False  # a cache holds keys of one width
+    return done
+
+
+def _adopted(module: nn.Module) -> nn.Module | None:
+    if isinstance(module, nn.MultiheadAttention):
+        return DropIn(MultiHead.from_torch(module), batch_first=module.batch_first)
+    own = getattr(module, "self", None)
+    if isinstance(own, nn.Module) and type(own).__name__.endswith("SelfAttention") and hasattr(module, "output"):
+        parts = (getattr(own, part, None) for part in ("query", "key", "value"))
+        dense = getattr(module.output, "dense", None)
+        if all(isinstance(part, nn.Linear) for part in (*parts, dense)):
+            return BertLike(module)
+    if all(hasattr(module, part) for part in ("c_attn", "c_proj", "split_size")) and not hasattr(module, "q_attn"):
+        return Gpt2Like(module)
+    return None
+
+
+@final
+class BertLike(nn.Module):
+    """Stands where a BertAttention stood: attention, then W_o, dropout, skip and norm as before."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        own, output = cast(Any, module).self, cast(Any, module).output
+        _no_dropout(own, own.dropout.p)
+        self.attend = _multihead(
+            own.num_attention_heads,
+            own.scaling,
+            [(linear.weight, linear.bias) for linear in (own.query, own.key, own.value, output.dense)],
+        ).train(module.training)
+        self.dropout, self.norm = output.dropout, output.LayerNorm
+        self.causal = bool(getattr(own, "is_causal", False))
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        masks = _masks(attention_mask, self.causal, args, kwargs)
+        out = self.norm(self.dropout(self.attend(hidden_states, **masks)) + hidden_states)
+        return out, _weights(self.attend, hidden_states, masks, kwargs)
+
+
+@final
+class Gpt2Like(nn.Module):
+    """Stands where a GPT2Attention stood."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        m = cast(Any, module)
+        _no_dropout(m, m.attn_dropout.p)
+        weights = [*m.c_attn.weight.mT.chunk(3), m.c_proj.weight.mT]
+        biases = [*m.c_attn.bias.chunk(3), m.c_proj.bias]
+        self.attend = _multihead(m.num_heads, m.scaling, list(zip(weights, biases, strict=True))).train(m.training)
+        self.dropout = m.resid_dropout
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        masks = _masks(attention_mask, True, args, {**kwargs, "past_key_values": past_key_values})
+        return self.dropout(self.attend(hidden_states, **masks)), _weights(self.attend, hidden_states, masks, kwargs)
+
+
+@torch.no_grad()
+def _multihead(heads: int, scaling: float, parts: list[tuple[Tensor, Tensor | None]]) -> MultiHead:
+    """Queries, keys, values and output as (weight, bias); a scale other than 1/sqrt(k) goes into the queries."""
+    weight, bias = parts[0]
+    total, width = weight.shape
+    layer = MultiHead(
+        width,
+        heads,
+        key_width=total // heads,
+        value_width=parts[2][0].shape[0] // heads,
+        bias=bias is not None,
+        out_bias=parts[3][1] is not None,
+        out_width=parts[3][0].shape[0],
+    ).to(weight)
+    stretch = scaling * math.sqrt(total // heads)
+    for linear, (w, b) in zip((layer.query, layer.key, layer.value, layer.out), parts, strict=True):
+        factor = stretch if linear is layer.query else 1.0
+        linear.weight.copy_(w * factor)
+        linear.weight.requires_grad_(w.requires_grad)
+        if b is not None:
+            linear.bias.copy_(b * factor)
+            linear.bias.requires_grad_(b.requires_grad)
+    return layer
+
+
+def _masks(mask: Tensor | None, causal: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """transformers' mask (None, boolean True = look, or additive; (b, 1 or h, m, n)) as MultiHead's keywords."""
+    for name in ("past_key_values", "encoder_hidden_states", "position_bias"):
+        if kwargs.get(name) is not None:
+            hint = "; call the model with use_cache=False" if name == "past_key_values" else ""
+            raise UnsupportedError(f"adopt: adopted attention does not take {name}{hint}")
+    if any(x is not None for x in args):
+        raise UnsupportedError("adopt: adopted attention takes tokens and a mask; pass everything else by keyword")
+    if mask is None:
+        return {"causal": causal}
+    if mask.dim() != 4:
+        raise UnsupportedError(
+            f"adopt: the attention mask has shape {tuple(mask.shape)}, but (b, 1, m, n) is needed; load the model with "
+            'attn_implementation="sdpa"'
+        )
+    return {"pair_mask": mask} if mask.dtype == torch.bool else {"bias": mask}
+
+
+def _weights(layer: MultiHead, x: Tensor, masks: dict[str, Any], kwargs: dict[str, Any]) -> Tensor | None:
+    return layer.operator(x, **masks).dense() if kwargs.get("output_attentions") else None
+
+
+def _no_dropout(module: nn.Module, p: float) -> None:
+    if p > 0 and module.training:
+        raise UnsupportedError(
+            f"adopt: dropout {p} on the attention weights makes another P every call; call .eval() before adopting "
+            "(and .train() after), or set it to 0 in the model's configuration"
+        )

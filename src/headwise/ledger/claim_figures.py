@@ -1,0 +1,186 @@
+"""Four figures of the sources, made again from numbers: depth, path lengths, spectra and sketch sizes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from headwise.operators.linear.efficient import efficient
+from headwise.operators.softmax import softmax
+from headwise.theory import paths
+from headwise.theory.collapse import collapse
+from headwise.theory.concentration import Frequency, failures_of_low_rank, sketch_size
+from headwise.theory.residual import relative_residual
+from headwise.theory.stack import Stack, random_stack
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def depth_curves(depth: int = 12, heads: int = 12, width: int = 48, n: int = 32) -> dict[str, list[float]]:
+    """Relative residual after each layer: pure attention, with an MLP, with skips, with both."""
+    generator = torch.Generator().manual_seed(0)
+    stack = random_stack(depth, heads, width, generator=generator)
+    x = torch.randn(n, width, dtype=torch.float64, generator=generator)
+    first, second = (
+        torch.randn(depth, width, width, dtype=torch.float64, generator=generator) * (2 / width) ** 0.5
+        for _ in range(2)
+    )
+    curves: dict[str, list[float]] = {}
+    for name, skip, mlp in (("attention", 0, 0), ("+ MLP", 0, 1), ("+ skip", 1, 0), ("+ skip + MLP", 1, 1)):
+        y, found = x, [relative_residual(x).item()]
+        for layer in range(depth):
+            y = stack.layers[layer](y) + skip * y
+            if mlp:
+                y = torch.relu(y @ first[layer]) @ second[layer] + skip * y
+            found.append(relative_residual(y).item())
+        curves[name] = found
+    return curves
+
+
+def bound_curves(depth: int = 4, width: int = 48, n: int = 32, size: float = 1e-3) -> dict[str, list[float]]:
+    """log10 of the residual of pure attention and of its bound, for inputs small enough for the bound to shrink."""
+    generator = torch.Generator().manual_seed(0)
+    stack = random_stack(depth, 1, width, generator=generator)
+    found = collapse(stack, size * torch.randn(n, width, dtype=torch.float64, generator=generator))
+    return {
+        "the bound": [x / math.log(10) for x in found.log_bound],
+        "measured": [x / math.log(10) for x in found.log_measured],
+    }
+
+
+def bound_of_ordinary_inputs(heads: int = 12, width: int = 48, n: int = 32) -> float:
+    """log10 of the bound after one layer, for the inputs and weights of `depth_curves`."""
+    generator = torch.Generator().manual_seed(0)
+    stack = random_stack(1, heads, width, generator=generator)
+    found = collapse(stack, torch.randn(n, width, dtype=torch.float64, generator=generator))
+    return found.log_bound[1] / math.log(10)
+
+
+def path_groups(depth: int = 12, heads: int = 12, width: int = 48, n: int = 32) -> tuple[list[float], list[float]]:
+    """For every length: the norm of all paths together, relative to the output, and how different their tokens are."""
+    generator = torch.Generator().manual_seed(0)
+    stack = Stack(random_stack(depth, heads, width, generator=generator).layers, skip=True)
+    x = torch.randn(n, width, dtype=torch.float64, generator=generator)
+    groups = paths.by_length(stack, x)
+    return (groups.norms() / groups.output.norm()).tolist(), groups.residuals().tolist()
+
+
+def cumulative_spectra(
+    lengths: tuple[int, ...] = (128, 256, 512, 1024), d: int = 16
+) -> dict[str, dict[int, list[float]]]:
+    """Cumulative share of the singular values for softmax and for the double softmax, by length."""
+    found: dict[str, dict[int, list[float]]] = {"softmax": {}, "double softmax": {}}
+    for n in lengths:
+        generator = torch.Generator().manual_seed(n)
+        q, k = (2 * torch.randn(n, d, dtype=torch.float64, generator=generator) for _ in range(2))
+        for name, build in (("softmax", softmax), ("double softmax", efficient)):
+            values = torch.linalg.svdvals(build(q, k).dense())
+            found[name][n] = (values.cumsum(0) / values.sum()).tolist()
+    return found
+
+
+SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+def failure_rates(sizes: tuple[int, ...] = SIZES, n: int = 256, draws: int = 60) -> dict[str, list[Frequency]]:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(n, 16, dtype=torch.float64, generator=generator) for _ in range(2))
+    p = softmax(q, k).dense()
+    w = torch.randn(n, 1, dtype=torch.float64, generator=generator)
+    vectors = {"of zero mean": w - w.mean(), "half constant": 1 + w, "nearly constant": 1 + 0.01 * w}
+    return {
+        name: [failures_of_low_rank(p, v, size, 0.5, draws, generator=generator) for size in sizes]
+        for name, v in vectors.items()
+    }
+
+
+def draw(directory: Path) -> list[Path]:
+    """residual-by-depth, path-lengths, spectra and failures, as SVG and PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+
+    directory.mkdir(parents=True, exist_ok=True)
+    figures = {
+        "residual-by-depth": _depth(),
+        "path-lengths": _lengths(),
+        "spectra": _spectra(),
+        "failures": _failures(),
+    }
+    written = []
+    for name, figure in figures.items():
+        for suffix in ("svg", "png"):
+            written.append(directory / f"{name}.{suffix}")
+            figure.savefig(written[-1], dpi=150, metadata={"Date": None} if suffix == "svg" else None)
+    return written
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _depth() -> Figure:
+    left, right = (figure := _figure(10, 3.8)).subplots(1, 2)
+    for (name, curve), style in zip(depth_curves().items(), ("-", "--", ":", "-."), strict=True):
+        left.semilogy(curve, style, label=name)
+    left.axhline(2**-52, color="0.6", linewidth=0.8)
+    left.text(12, 2**-52 * 2, "rounding of float64", ha="right", fontsize=8, color="0.4")
+    left.set(xlabel="layer", ylabel="relative residual", title="12 layers of 12 heads, random weights")
+    left.legend(
+        frameon=False,
+        fontsize=8,
+        title=f"bound: 1e{bound_of_ordinary_inputs():.0f} after one layer, and growing",
+        title_fontsize=8,
+    )
+    for (name, curve), style in zip(bound_curves().items(), ("--", "-"), strict=True):
+        right.plot(curve, style, marker="o", label=name, color="#0072B2" if name == "measured" else "#D55E00")
+    right.set(xlabel="layer", ylabel="log10 of ||res X||", title="one head, inputs of size 0.001")
+    right.set_xticks(range(5))
+    right.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _lengths() -> Figure:
+    left, right = (figure := _figure(9, 3.2)).subplots(1, 2)
+    norms, residuals = path_groups()
+    for axes, values, label in (
+        (left, norms, "norm of all paths together / output"),
+        (right, residuals, "relative residual of their sum"),
+    ):
+        axes.bar(range(len(values)), values, color="#0072B2")
+        axes.set(xlabel="heads on the path", ylabel=label, yscale="log")
+    figure.suptitle("12 layers of 12 heads with skips: all 2.3e13 paths by length", fontsize=10)
+    return figure
+
+
+def _spectra() -> Figure:
+    axes = (figure := _figure(5.6, 3.6)).subplots()
+    for (name, curves), style in zip(cumulative_spectra().items(), ("-", "--"), strict=True):
+        for (n, curve), colour in zip(curves.items(), ("#56B4E9", "#0072B2", "#E69F00", "#D55E00"), strict=True):
+            axes.plot([(i + 1) / n for i in range(n)], curve, style, color=colour, label=f"{name}, n = {n}")
+    axes.set(xlabel="index / n", ylabel="cumulative share of singular values", title="d = 16, scores of size 4")
+    axes.legend(frameon=False, fontsize=7.5)
+    return figure
+
+
+def _failures() -> Figure:
+    axes = (figure := _figure(5.6, 3.6)).subplots()
+    n = 256
+    for (name, rates), marker in zip(failure_rates(n=n).items(), ("o", "s", "^"), strict=True):
+        low, high = zip(*((x.rate - x.interval[0], x.interval[1] - x.rate) for x in rates), strict=True)
+        axes.errorbar(
+            SIZES, [x.rate for x in rates], yerr=[low, high], marker=marker, markersize=4, capsize=2, label=f"w {name}"
+        )
+    claimed = sketch_size(n, 0.5)
+    axes.axvline(claimed, color="0.6", linestyle=":")
+    axes.text(claimed * 1.05, 0.5, f"the theorem's k = {claimed}", fontsize=8, color="0.4")
+    axes.set(xscale="log", xlabel="sketch size k", ylabel="share of draws that fail, 99 % interval")
+    axes.set_title("||PR'Rw - Pw|| <= 0.5 ||Pw||, softmax attention, n = 256", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc=(0.53, 0.16))
+    return figure

@@ -1,0 +1,210 @@
+"""What every attention layer shares: keys, values and the way out; a layer adds where its queries come from.
+
+    out = concat_h( P_h V_h ) W_o + b_o,   P_h = build(Q_h, K_h),   K_h = C W_K,h,   V_h = C W_V,h
+
+C is what is attended to.  Heads may have different widths; each has scores q.k / sqrt(its own k).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import DtypeError, ShapeError, UnsupportedError
+from headwise.nn.ragged_heads import Heads, head_slices, head_widths
+from headwise.operators.base import AttentionOperator
+from headwise.operators.softmax import softmax
+from headwise.shapes import broadcast_batch, broadcasts_to, no_empty_axis, same_axis, same_kind
+
+Builder = Callable[..., AttentionOperator]
+"""`(q, k, **masks) -> operator` with q (*batch, h, m, k), k (*batch, h, n, k); a learned one is an nn.Module."""
+
+Context = Tensor | tuple[Tensor, Tensor]
+"""What is attended to: one tensor, or a pair when keys and values come from different ones."""
+
+
+class AttentionLayer(nn.Module, ABC):
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        build: Builder = softmax,
+        key_width: int | Sequence[int] | None = None,
+        value_width: int | Sequence[int] | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        out_width: int | None = None,
+        context_width: int | tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        self.width, self.heads, self.build = width, heads, build
+        self.out_width = width if out_width is None else out_width
+        context_width = width if context_width is None else context_width
+        self.context_widths = context_width if isinstance(context_width, tuple) else (context_width, context_width)
+        for axis, size in {
+            "width": width,
+            "out_width": self.out_width,
+            "context_width": min(self.context_widths),
+        }.items():
+            if size < 1:
+                raise ShapeError(f"{name}: {axis} must be at least 1, but is {size}")
+        self.key_heads = Heads(head_widths(name, "k", heads, key_width, width))
+        self.value_heads = Heads(head_widths(name, "d", heads, value_width, width))
+        if self.key_heads.ragged:
+            _allow_ragged(name, build)
+        self.key = _linear(self.context_widths[0], self.key_heads.total, bias)
+        self.value = _linear(self.context_widths[1], self.value_heads.total, bias)
+        self.out = _linear(self.value_heads.total, self.out_width, bias if out_bias is None else out_bias)
+
+    @abstractmethod
+    def project_queries(self, x: Tensor) -> Tensor:
+        """(*batch, m, k_1 + ... + k_h)"""
+
+    @abstractmethod
+    def _query_parameters(self) -> Iterator[tuple[nn.Parameter, int]]:
+        """Every parameter that makes queries, with the axis along which its heads lie."""
+
+    @property
+    def key_widths(self) -> tuple[int, ...]:
+        """k of each head."""
+        return self.key_heads.sizes
+
+    @property
+    def value_widths(self) -> tuple[int, ...]:
+        """d of each head."""
+        return self.value_heads.sizes
+
+    def _operator(self, q: Tensor, context: Tensor, masks: Mapping[str, Any]) -> AttentionOperator:
+        q, k = self.key_heads.split(q), self.key_heads.split(self.key(context))
+        if self.key_heads.ragged:
+            # the builder divides by the root of the padded width; each head is to be divided by the root of its own
+            widest = max(self.key_widths)
+            scale = [math.sqrt(widest / width) for width in self.key_widths]
+            q = q * torch.tensor(scale, dtype=q.dtype, device=q.device)[:, None, None]
+        return self.build(q, k, **self._checked(q, k, **masks))
+
+    def output(self, operator: AttentionOperator, context: Tensor) -> Tensor:
+        """concat_h(P_h V_h) W_o + b_o with the values taken from `context`: what `forward` does with its operator."""
+        return self.out(self.value_heads.merge(operator(self.value_heads.split(self.value(context)))))
+
+    def _checked(
+        self, q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, pair_mask: Tensor | None, bias: Tensor | None
+    ) -> dict[str, Any]:
+        """Only the masks that are given, shaped for a builder: heads are an axis of P but not of a padding mask."""
+        name, m, n = type(self).__name__, q.shape[-2], k.shape[-2]
+        batch = broadcast_batch(name, queries=q.shape[:-3], keys=k.shape[:-3])
+        given: dict[str, Any] = {"causal": True} if causal else {}
+        if key_mask is not None:
+            _is_boolean(name, "key_mask", key_mask, "True = real")
+            given["key_mask"] = broadcasts_to(name, "key_mask", key_mask, (*batch, n)).unsqueeze(-2)
+        for which, x in {"pair_mask": pair_mask, "bias": bias}.items():
+            if x is None:
+                continue
+            if x.dim() not in (2, len(batch) + 3):
+                raise ShapeError(
+                    f"{name}: {which} has shape {tuple(x.shape)}; it must be (m, n) = {(m, n)} or "
+                    f"(*batch, h, m, n) = {(*batch, self.heads, m, n)}, where any axis may be 1: "
+                    "one mask per sequence is (b, 1, m, n), one per head is (1, h, m, n)"
+                )
+            given[which] = broadcasts_to(name, which, x, (*batch, self.heads, m, n))
+        if pair_mask is not None:
+            _is_boolean(name, "pair_mask", pair_mask, "True = may attend; an additive mask is passed as bias=")
+        if bias is not None and not bias.dtype.is_floating_point:
+            raise DtypeError(f"{name}: bias is added to the scores and must be floating point, but is {bias.dtype}")
+        return given
+
+    def _check_input(self, name: str, x: Tensor, width: int, projection: nn.Linear) -> None:
+        owner = type(self).__name__
+        no_empty_axis(owner, **{name: x})
+        same_axis(owner, "width", layer=width, **{name: x.shape[-1]})
+        if not torch.is_autocast_enabled(x.device.type):
+            same_kind(owner, **{name: x, "weight": projection.weight})
+
+    def resize_(self, *, key_widths: Sequence[int] | None = None, value_widths: Sequence[int] | None = None) -> None:
+        """Give heads other widths, in place; every Parameter stays the same object, so an optimizer still holds it.
+
+        The leading dimensions of a head are kept, new ones are zero, and queries are multiplied by sqrt(new k / old k):
+        what the kept dimensions add to the scores does not change, so widening does not change the function.
+        Moments in an optimizer keep their old shape: whoever resizes a trained layer resizes them too.
+        """
+        name = type(self).__name__
+        if key_widths is not None and tuple(key_widths) != self.key_widths:
+            old, new = self.key_widths, head_widths(name, "k", self.heads, key_widths, self.width)
+            if len(set(new)) > 1:
+                _allow_ragged(name, self.build)
+            scale = [math.sqrt(after / before) for before, after in zip(old, new, strict=True)]
+            for parameter, axis in self._query_parameters():
+                _resize_heads_(parameter, axis, old, new, scale)
+            for parameter in self.key.parameters():
+                _resize_heads_(parameter, 0, old, new)
+            self.key_heads.resize_(new)
+            self.key.out_features = sum(new)
+        if value_widths is not None and tuple(value_widths) != self.value_widths:
+            old, new = self.value_widths, head_widths(name, "d", self.heads, value_widths, self.width)
+            for parameter in self.value.parameters():
+                _resize_heads_(parameter, 0, old, new)
+            _resize_heads_(self.out.weight, 1, old, new)
+            self.value_heads.resize_(new)
+            self.value.out_features = self.out.in_features = sum(new)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # before the weights: a layer built as it once was takes the widths it had grown to when it was saved
+        saved = {part: state_dict.get(f"{prefix}{part}_heads.widths") for part in ("key", "value")}
+        self.resize_(**{f"{part}_widths": widths.tolist() for part, widths in saved.items() if widths is not None})
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def extra_repr(self) -> str:
+        build = "" if isinstance(self.build, nn.Module) else f", build={getattr(self.build, '__name__', self.build)}"
+        return f"width={self.width}, heads={self.heads}{build}"
+
+
+def _linear(rows: int, columns: int, bias: bool) -> nn.Linear:
+    layer = nn.Linear(rows, columns, bias)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _allow_ragged(name: str, build: Builder) -> None:
+    if build is not softmax and not getattr(build, "by_dot_product", False):
+        raise UnsupportedError(
+            f"{name}: key widths that differ from head to head are padded with zeros, which changes nothing only if P "
+            f"depends on q.k / sqrt(k) alone, and {getattr(build, '__name__', type(build).__name__)} does not say so; "
+            "give every head the same key_width, or set by_dot_product = True on the builder if it does"
+        )
+
+
+def _is_boolean(owner: str, name: str, x: Tensor, meaning: str) -> None:
+    if x.dtype != torch.bool:
+        raise DtypeError(f"{owner}: {name} must be boolean ({meaning}), but is {x.dtype}")
+
+
+@torch.no_grad()
+def _resize_heads_(
+    parameter: Tensor, axis: int, old: Sequence[int], new: Sequence[int], scale: Sequence[float] | None = None
+) -> None:
+    before, after = parameter.data.movedim(axis, 0), head_slices(new)
+    grown = before.new_zeros(sum(new), *before.shape[1:])
+    for i, (source, target) in enumerate(zip(head_slices(old), after, strict=True)):
+        kept = min(old[i], new[i])
+        grown[target][:kept] = before[source][:kept] * (1.0 if scale is None else scale[i])
+    parameter.grad = None  # of the old shape
+    parameter.data = grown.movedim(0, axis).contiguous()

@@ -1,0 +1,1 @@
+"""How operators are computed; nothing in this folder is public."""

@@ -1,0 +1,124 @@
+"""softmax_features(s q) (softmax_keys(s k)^T v) for q (b, m, k), k (b, n, k), v (b, n, d): what `efficient` and
+`factored` compute, block by block of rows so that nothing between input and output leaves the cache.
+
+With H and L the two softmaxes, C = L^T v and g the gradient of the result:
+    dC = H^T g      dq = s H (g C^T - rows of H * (g C^T))
+    dv = L dC       dk = s L (v dC^T - c),  c = rows of C * dC: the sum over keys that a softmax over keys asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from headwise.operators._kernels import autograd_functions
+from headwise.operators._kernels.queries_keys import Pair
+
+ROWS = 1 << 19
+"""Elements of q or k, over the whole batch, worked on at once: 2 MB of single precision; measured."""
+
+
+def double_softmax(both: Pair, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+    """H L v with the keys `k` (*batch, r, k) in place of those of `both`, any batch axes, padded keys left out."""
+    q, k, batch = _flat(both.q, k, v, keep)
+    x = v.to(q.dtype) if keep is None else v.to(q.dtype).masked_fill(~keep.unsqueeze(-1), 0)
+    x = x.expand(*batch, *v.shape[-2:]).reshape(-1, *v.shape[-2:])
+    out = autograd_functions.run(DoubleSoftmax(both.scale), q, k, x).reshape(*batch, q.shape[-2], v.shape[-1])
+    return out.to(v.dtype) if keep is None else out.masked_fill(~_any(keep), 0).to(v.dtype)
+
+
+def double_softmax_adjoint(both: Pair, k: Tensor, u: Tensor, keep: Tensor | None) -> Tensor:
+    """L^T H^T u, from plain operations."""
+    q, k, batch = _flat(both.q, k, u, keep)
+    x = u.to(q.dtype).expand(*batch, *u.shape[-2:]).reshape(-1, *u.shape[-2:])
+    kernel = DoubleSoftmax(both.scale)
+    out = kernel.keys(k) @ (kernel.features(q).mT @ x)
+    out = out.reshape(*batch, *out.shape[-2:])
+    return out.to(u.dtype) if keep is None else out.masked_fill(~keep.unsqueeze(-1), 0).to(u.dtype)
+
+
+def _flat(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, torch.Size]:
+    """q and k with one batch axis, in at least single precision: sums over n keys are not half-precision numbers."""
+    compute = torch.promote_types(v.dtype, torch.float32)
+    q, k = q.to(compute), k.to(compute)
+    if keep is not None:  # the exponential of this is exactly zero beside any real key
+        k = k.masked_fill(~keep.unsqueeze(-1), -1e30)
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    q, k = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (q, k))
+    return q, k, batch
+
+
+def _any(keep: Tensor) -> Tensor:
+    return keep.any(-1)[..., None, None]
+
+
+@final
+@dataclass(frozen=True)
+class DoubleSoftmax:
+    scale: float
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = tensors
+        top = k.amax(-2, keepdim=True)
+        means = v.new_zeros(v.shape[0], k.shape[-1], v.shape[-1])
+        total = k.new_zeros(k.shape[0], 1, k.shape[-1])
+        for rows, here in _slices(k):
+            self._exponentials(k[:, rows], top, here)
+            total += here.sum(-2, keepdim=True)
+            means.baddbmm_(here.mT, v[:, rows])
+        means /= total.mT
+        out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
+        for rows, here in _slices(q):
+            torch.bmm(self._features(q[:, rows], here), means, out=out[:, rows])
+        return out, means, top, total
+
+    def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, means, top, total = tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dmeans = torch.zeros_like(means)
+        for (rows, here), (_, there) in zip(_slices(q), _slices(q), strict=True):
+            features, g = self._features(q[:, rows], here), pull[:, rows]
+            dmeans.baddbmm_(features.mT, g)
+            part = torch.bmm(g, means.mT, out=there)
+            # H (x - sum H x), the derivative of a softmax over features, in one pass
+            torch.ops.aten._softmax_backward_data.out(part, features, -1, q.dtype, grad_input=part)
+            torch.mul(part, self.scale, out=dq[:, rows])
+        inner = (means * dmeans).sum(-1, keepdim=True).mT
+        for rows, here in _slices(k):
+            weights = self._exponentials(k[:, rows], top, here).div_(total)
+            torch.bmm(weights, dmeans, out=dv[:, rows])
+            torch.bmm(v[:, rows], dmeans.mT, out=dk[:, rows]).sub_(inner).mul_(weights).mul_(self.scale)
+        return dq, dk, dv
+
+    def plain(self, *tensors: Tensor) -> Tensor:
+        q, k, v = tensors
+        return self.features(q) @ (self.keys(k).mT @ v)
+
+    def keys(self, k: Tensor) -> Tensor:
+        return torch.softmax(k * self.scale, dim=-2)
+
+    def features(self, q: Tensor) -> Tensor:
+        return torch.softmax(q * self.scale, dim=-1)
+
+    def _exponentials(self, k: Tensor, top: Tensor, here: Tensor) -> Tensor:
+        return torch.sub(k, top, out=here).mul_(self.scale).exp_()
+
+    def _features(self, q: Tensor, here: Tensor) -> Tensor:
+        return torch.ops.aten._softmax.out(torch.mul(q, self.scale, out=here), -1, False, out=here)
+
+
+def _slices(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of x (b, n, c), some at a time, and room to work on them: the same for all, for new pages are slow.
+
+    The room of a short last slice is in one piece too: torch's softmax into its own input is wrong where it is not.
+    """
+    b, n, c = x.shape
+    step = min(n, max(1, ROWS // (b * c)))
+    room = x.new_empty(b * step * c)
+    for start in range(0, n, step):
+        count = min(step, n - start)
+        yield slice(start, start + count), room[: b * count * c].view(b, count, c)

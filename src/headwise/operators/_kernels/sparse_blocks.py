@@ -1,0 +1,323 @@
+"""softmax over a union of disjoint sets of keys = the softmaxes over each, weighted by their log-sum-exps:
+
+    P v = sum_p exp(lse_p - lse) P_p v,    lse = log sum_p exp(lse_p),    P_p and lse_p of piece p alone.
+
+A sparse pattern is a union of pieces, and each piece a batch of small dense attentions, which the fused kernel does
+without forming a score twice or gathering a position.  The gradient of piece p is the kernel's own with the merged
+output and the merged log-sum-exp in place of the piece's (exp(S_p - lse) are the piece's entries of the merged P), so
+it is exact.  A plain path does the same from matrix products: it is differentiable again, runs on any device, and is
+what torch.compile traces, for it bans the overlapping views that the fast one writes through.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.cost import Cost
+from headwise.operators._kernels import autograd_functions
+from headwise.operators._kernels.scores import WIDEST
+from headwise.operators._kernels.tiles import Tiles
+from headwise.operators.base import AttentionOperator
+from headwise.operators.claims import Claim
+from headwise.shapes import filled
+
+NEVER = -1e30
+"""Score of a padded key.  Finite, so that no difference of two of them is NaN; its exponential is exactly zero."""
+
+
+GROUP = 1 << 19
+"""Elements of q or k a thread works on at once, 2 MB of single precision: larger results are new pages from the system;
+measured."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Block b of `rows` attends to block b of `columns`, where `mask` (size, size) or plain causality allow.
+
+    `first` says that no earlier piece has any of these rows: there is nothing to merge with.
+    """
+
+    rows: Tiles
+    columns: Tiles
+    first: bool
+    causal: bool = False  # row t of a block sees columns <= t
+    mask: Tensor | None = None  # boolean, one for all blocks
+
+    def hidden(self, device: torch.device) -> Tensor | None:
+        """Boolean (size, size), True where a row may not look; None where it may look anywhere."""
+        if self.causal:
+            seen = torch.ones(self.rows.size, self.columns.size, dtype=torch.bool, device=device)
+            return seen.triu_(1)
+        return None if self.mask is None else ~self.mask
+
+    def runs(self, most: int) -> list[Piece]:
+        """The same piece in pieces of at most `most` blocks."""
+        if self.rows.blocks <= most:
+            return [self]
+        starts = range(0, self.rows.blocks, most)
+        return [replace(self, rows=self.rows.run(i, most), columns=self.columns.run(i, most)) for i in starts]
+
+    def multiply_adds(self, width: int) -> int:
+        return self.rows.blocks * self.rows.size * self.columns.size * 2 * width
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Union:
+    """P = softmax of scale q k^T over the union of the pieces; `keep` (*batch, n) is True at real keys."""
+
+    q: Tensor
+    k: Tensor
+    scale: float
+    pieces: tuple[Piece, ...]
+    keep: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        batch = torch.broadcast_shapes(self.q.shape[:-2], self.k.shape[:-2])
+        return torch.Size((*batch, self.q.shape[-2], self.k.shape[-2]))
+
+    def apply(self, v: Tensor) -> Tensor:
+        if v.shape[-1] > WIDEST:
+            return torch.cat([self.apply(part) for part in v.split(WIDEST, dim=-1)], dim=-1)
+        q, k, values, batch = self._prepared(v if self.keep is None else v.masked_fill(~self.keep.unsqueeze(-1), 0))
+        q, k, values = _one_width(q, k, values)
+        out = autograd_functions.run(Merge(self.scale, self.pieces), q, k, values)[..., : v.shape[-1]]
+        return out.unflatten(0, batch).to(v.dtype) if batch else out.squeeze(0).to(v.dtype)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        if u.shape[-1] > WIDEST:
+            return torch.cat([self.adjoint(part) for part in u.split(WIDEST, dim=-1)], dim=-1)
+        q, k, rows, batch = self._prepared(u)
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, u))
+        if u.device.type != "cpu" or torch.compiler.is_compiling() or wanted:
+            out = plain_adjoint(q, k, rows, self.scale, self.pieces)
+        else:
+            # the kernel's gradient with respect to values that are zero is P^T u
+            q, k, rows = _one_width(q, k, rows)
+            merge, zeros = Merge(self.scale, self.pieces), torch.zeros_like(k)
+            kept = autograd_functions.Forward.apply(merge, 3, q, k, zeros)
+            out = autograd_functions.Pull.apply(merge, 3, rows, q, k, zeros, *kept)[2][..., : u.shape[-1]]
+        if self.keep is not None:
+            out = out.masked_fill(~self.keep.expand(*batch, self.shape[-1]).reshape(out.shape[:-1]).unsqueeze(-1), 0)
+        return out.unflatten(0, batch).to(u.dtype) if batch else out.squeeze(0).to(u.dtype)
+
+    def cost(self, d: int) -> Cost:
+        *batch, m, _ = self.shape
+        k = self.q.shape[-1] + (self.keep is not None)
+        widths = [max(k, min(WIDEST, d - start)) for start in range(0, d, WIDEST)]
+        work = sum(piece.multiply_adds(width) for piece in self.pieces for width in widths)
+        return Cost(math.prod(batch) * work, math.prod(batch) * m * (max(widths) + 2))
+
+    def silent_rows(self) -> Tensor:
+        """Boolean (*batch, m), True where a query sees no real key."""
+        *batch, m, n = self.shape
+        keep = torch.ones(n, device=self.q.device) if self.keep is None else self.keep.float()
+        seen = keep.new_zeros(*keep.shape[:-1], m)
+        for piece in self.pieces:
+            hidden = piece.hidden(keep.device)
+            real = keep[..., piece.columns.index(keep.device)]
+            weights = real.new_ones(piece.rows.size, piece.columns.size) if hidden is None else (~hidden).float()
+            counts = real @ weights.mT
+            seen = seen.index_add(-1, piece.rows.index(keep.device).flatten(), counts.flatten(-2))
+        return (seen == 0).expand(*batch, m)
+
+    def _prepared(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
+        """q, k and x with one batch axis, in at least single precision, padded keys out of sight."""
+        compute = torch.promote_types(x.dtype, torch.float32)  # merged weights are not half-precision numbers
+        batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
+        q, k, x = (y.to(compute) for y in (self.q, self.k, x))
+        if self.keep is not None:
+            hidden = ~self.keep.unsqueeze(-1)
+            # one more column holds what a padded key adds to its scores: no mask with a head axis is ever formed
+            k = torch.cat([k.masked_fill(hidden, 0), self._column(k, hidden)], dim=-1)
+            q = F.pad(q, (0, 1), value=1.0)
+        q, k, x = (y.expand(*batch, *y.shape[-2:]).reshape(-1, *y.shape[-2:]) for y in (q, k, x))
+        return q, k, x, batch
+
+    def _column(self, k: Tensor, hidden: Tensor) -> Tensor:
+        column = k.new_zeros(()).masked_fill(hidden, NEVER / self.scale)
+        return column.expand(*torch.broadcast_shapes(k.shape[:-1], hidden.shape[:-1]), 1)
+
+
+class BlockOperator(AttentionOperator):
+    """What every operator made of a `union` of pieces has in common."""
+
+    union: Union
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.union.shape
+
+    @property
+    def like(self) -> Tensor:
+        return self.union.q
+
+    def promises(self, *, causal: bool) -> frozenset[Claim]:
+        """STOCHASTIC unless padding leaves some query nothing to see."""
+        silent = self.union.keep is not None and bool(self.union.silent_rows().any())
+        claims = {Claim.NONNEGATIVE} if silent else {Claim.NONNEGATIVE, Claim.STOCHASTIC}
+        return frozenset(claims | {Claim.CAUSAL} if causal else claims)
+
+    def apply(self, v: Tensor) -> Tensor:
+        return self.union.apply(v)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        return self.union.adjoint(u)
+
+    def cost(self, d: int) -> Cost:
+        """Scores and weighted sums of every block in full, hidden entries included, keys and values equally wide."""
+        return self.union.cost(d)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Merge:
+    """(P v, lse) for q (b, m, c), k and v (b, n, c), by the fused kernel of torch and its own backward."""
+
+    scale: float
+    pieces: tuple[Piece, ...]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = tensors
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], NEVER)
+        pieces, groups = self._in_turn(q)
+        for some in groups:
+            self._forward(pieces, *(x[some] for x in (q, k, v, out, lse)))
+        silent = lse < NEVER / 2
+        return out.masked_fill_(silent.unsqueeze(-1), 0) if silent.any() else out, lse
+
+    def _forward(self, pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor, total: Tensor, lse: Tensor) -> None:
+        """P v into `total`, which is zero, and its log-sum-exp into `lse`, which is NEVER."""
+        for piece in pieces:
+            mask, hidden = _float_mask(piece, q)
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                piece.rows.view(q),
+                piece.columns.view(k),
+                piece.columns.view(v),
+                0.0,
+                piece.causal,
+                attn_mask=mask,
+                scale=self.scale,
+            )
+            if hidden is not None:  # the kernel reports 0 for a row without a key, which is a possible sum
+                part_lse = part_lse.masked_fill(hidden.all(-1), NEVER)
+            there, there_lse = piece.rows.view(total), piece.rows.view(lse.unsqueeze(-1)).squeeze(-1)
+            if piece.first:
+                there.copy_(part)
+                there_lse.copy_(part_lse)
+            else:
+                merged = torch.logaddexp(there_lse, part_lse)
+                there.mul_((there_lse - merged).exp_().unsqueeze(-1))
+                there.addcmul_(part, (part_lse - merged).exp_().unsqueeze(-1))
+                there_lse.copy_(merged)
+
+    def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, out, lse = tensors
+        totals = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        silent = lse < NEVER / 2
+        pull = pull.masked_fill(silent.unsqueeze(-1), 0) if silent.any() else pull
+        pieces, groups = self._in_turn(q)
+        for some in groups:
+            self._pull(pieces, *(x[some] for x in (pull, q, k, v, out, lse, *totals)))
+        return totals
+
+    def _pull(
+        self,
+        pieces: list[Piece],
+        pull: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *totals: Tensor,
+    ) -> None:
+        """Gradients added to `totals`."""
+        for piece in pieces:
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                piece.rows.view(pull),
+                piece.rows.view(q),
+                piece.columns.view(k),
+                piece.columns.view(v),
+                piece.rows.view(out),
+                piece.rows.view(lse.unsqueeze(-1)).squeeze(-1),
+                0.0,
+                piece.causal,
+                attn_mask=_float_mask(piece, q)[0],
+                scale=self.scale,
+            )
+            for tiles, total, part in zip((piece.rows, piece.columns, piece.columns), totals, parts, strict=True):
+                tiles.add_to(total, part)
+
+    def _in_turn(self, q: Tensor) -> tuple[list[Piece], list[slice]]:
+        """Pieces of a few blocks, a few members of the batch: what one leaves behind fits where the last one was."""
+        b, n, c = q.shape
+        room = GROUP * torch.get_num_threads()
+        size = max(1, room // (n * c))
+        pieces = [run for piece in self.pieces for run in piece.runs(max(1, room // (size * piece.columns.size * c)))]
+        return pieces, [slice(start, start + size) for start in range(0, b, size)]
+
+    def plain(self, *tensors: Tensor) -> Tensor:
+        q, k, v = tensors
+        return plain(q, k, v, self.scale, self.pieces)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: tuple[Piece, ...]) -> Tensor:
+    """P v from matrix products: q (b, m, c), k (b, n, c), v (b, n, d)."""
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+    for piece, p in zip(pieces, _weights(q, k, scale, pieces), strict=True):
+        part = p @ v[:, piece.columns.index(v.device)]
+        out = out.index_add(1, piece.rows.index(v.device).flatten(), part.flatten(1, 2))
+    return out
+
+
+def plain_adjoint(q: Tensor, k: Tensor, u: Tensor, scale: float, pieces: tuple[Piece, ...]) -> Tensor:
+    """P^T u from matrix products: q (b, m, c), k (b, n, c), u (b, m, d)."""
+    out = k.new_zeros(k.shape[0], k.shape[1], u.shape[-1])
+    for piece, p in zip(pieces, _weights(q, k, scale, pieces), strict=True):
+        part = p.mT @ u[:, piece.rows.index(u.device)]
+        out = out.index_add(1, piece.columns.index(u.device).flatten(), part.flatten(1, 2))
+    return out
+
+
+def _weights(q: Tensor, k: Tensor, scale: float, pieces: tuple[Piece, ...]) -> list[Tensor]:
+    """The entries of P in each piece, (b, blocks, size of a row block, size of a column block)."""
+    scores, top = [], q.detach().new_full(q.shape[:-1], NEVER)
+    for piece in pieces:
+        rows = piece.rows.index(q.device)
+        s = scale * (q[:, rows] @ k[:, piece.columns.index(q.device)].mT)
+        hidden = piece.hidden(q.device)
+        s = s if hidden is None else s.masked_fill(hidden, NEVER)
+        # P does not depend on the shift, so its derivatives need not know of it
+        top = top.index_copy(1, rows.flatten(), torch.maximum(top[:, rows], s.detach().amax(-1)).flatten(1))
+        scores.append(s)
+    weights, total = [], q.new_zeros(q.shape[:-1])
+    for piece, s in zip(pieces, scores, strict=True):
+        rows = piece.rows.index(q.device)
+        w = (s - top[:, rows].unsqueeze(-1)).exp().masked_fill(s < NEVER / 2, 0)
+        total = total.index_add(1, rows.flatten(), w.sum(-1).flatten(1))
+        weights.append(w)
+    total = total.masked_fill(total == 0, 1).unsqueeze(-1)
+    return [w / total[:, piece.rows.index(q.device)] for piece, w in zip(pieces, weights, strict=True)]
+
+
+def _float_mask(piece: Piece, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The mask as the kernel wants it, and what is hidden."""
+    if piece.causal or piece.mask is None:
+        return None, None
+    hidden = ~piece.mask
+    return like.new_zeros(1, 1, *hidden.shape).masked_fill_(hidden, -math.inf), hidden
+
+
+def _one_width(*tensors: Tensor) -> list[Tensor]:
+    """Zero columns added until all are as wide as the widest: the kernel knows one width only."""
+    width = max(x.shape[-1] for x in tensors)
+    return [filled(x, (0, width - x.shape[-1])) for x in tensors]

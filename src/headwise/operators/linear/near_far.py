@@ -1,0 +1,311 @@
+"""P_ij = exp(s q_i . k_j) / Z_i for j near i, sum_t exp(s q_i . a_t + c_t) exp(s b_t . k_j) / Z_i for all others.
+
+Near are the keys of the query's own block, of the blocks beside it, and the first few; far keys are seen through r
+learned features a, b, c (r x k, r x k, r), and Z_i is one normaliser for both.  exp(q . k) as a short sum of products
+of positive features is Choromanski et al. 2020 (Performer), learned to imitate a head Zhang et al. 2024 (Hedgehog,
+LoLCATs).  Here every key is either near or far, never both, so a head that is local needs nothing from the features
+and one that looks everywhere nothing from the window.  The sums over far keys are running sums over blocks, from the
+left and (unless causal) from the right.  O(n (block + r) (k + d)), no tensor grows with n^2, and nothing learned
+depends on n.  All blocks are one batch of small dense products, which torch differentiates and compiles as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.cost import Cost
+from headwise.errors import ShapeError
+from headwise.operators._kernels.queries_keys import Pair, pair, self_attention
+from headwise.operators.base import AttentionOperator
+from headwise.operators.claims import Claim
+from headwise.shapes import all_finite, broadcast_batch, broadcasts_to, same_axis
+
+LOWEST = -1e30
+"""Score of a key that is not there, before the largest of its block is subtracted: finite, so no difference is NaN."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class NearFar(AttentionOperator):
+    """Sums over far keys are taken when P is applied; until then it is q, k and the features."""
+
+    both: Pair
+    a: Tensor  # (*batch, r, k)
+    b: Tensor  # (*batch, r, k)
+    c: Tensor  # (*batch, r)
+    block: int
+    first: int
+    causal: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        features = torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2], self.c.shape[:-1])
+        return torch.Size((*torch.broadcast_shapes(self.both.batch, features), self.both.n, self.both.n))
+
+    @property
+    def blocks(self) -> int:
+        return -(-(self.both.n - self.first) // self.block)
+
+    @property
+    def like(self) -> Tensor:
+        return self.both.q
+
+    @property
+    def claims(self) -> frozenset[Claim]:
+        keep = self.both.keep
+        # without padding a query sees itself; with it, the first key, which has to be there
+        sees = keep is None or (self.first > 0 and bool(keep[..., 0].all()))
+        promised = {Claim.NONNEGATIVE} | ({Claim.STOCHASTIC} if sees else set())
+        return frozenset(promised | {Claim.CAUSAL} if self.causal else promised)
+
+    def apply(self, v: Tensor) -> Tensor:
+        far, x = self._far(), self._real(v).to(torch.promote_types(v.dtype, torch.float32))
+        q, k = self._blocked(self.both.q.to(x.dtype)), self._windows(self.both.k.to(x.dtype), 0.0)
+        near, lse = _near(q, k, self._windows(x, 0.0), self._hidden(), self.both.scale)
+        out = _merged(near, lse, self._others(far, x.dtype), self._beside(self._means(far, x), x))
+        out = out.flatten(-3, -2)[..., : self.both.n - self.first, :]
+        if not self.first:
+            return out.to(v.dtype)
+        ahead = _softmax(self._ahead(x.dtype))
+        head = ahead @ x[..., : ahead.shape[-1], :]
+        batch = torch.broadcast_shapes(out.shape[:-2], head.shape[:-2])
+        return torch.cat([y.expand(*batch, *y.shape[-2:]) for y in (head, out)], dim=-2).to(v.dtype)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        far, y = self._far(), u.to(torch.promote_types(u.dtype, torch.float32))
+        q, k = self._blocked(self.both.q.to(y.dtype)), self._windows(self.both.k.to(y.dtype), 0.0)
+        scores = (self.both.scale * (q @ k.mT)).masked_fill(self._hidden(), -math.inf), self._others(far, y.dtype)
+        batch = torch.broadcast_shapes(*(x.shape[:-1] for x in scores))
+        weights = _softmax(torch.cat([x.expand(*batch, x.shape[-1]) for x in scores], dim=-1))
+        rows = weights.mT @ self._blocked(y)
+        width = k.shape[-2]
+
+        def columns(x: Tensor) -> tuple[Tensor, Tensor]:
+            return self._windows(x, 0.0), self._beside(self._means(far, x), x)
+
+        shapes, pull, *_ = torch.func.vjp(columns, rows.new_zeros(*rows.shape[:-3], *y.shape[-2:]))
+        parts = rows[..., :width, :], rows[..., width:, :]
+        out = pull(tuple(part.expand(shape.shape) for part, shape in zip(parts, shapes, strict=True)))[0]
+        if self.first:
+            ahead = _softmax(self._ahead(y.dtype)).mT @ y[..., : self.first, :]
+            out = out + F.pad(ahead, (0, 0, 0, out.shape[-2] - ahead.shape[-2]))
+        return self._real(out).to(u.dtype)
+
+    def cost(self, d: int) -> Cost:
+        copies, r, k = self.shape[:-2].numel(), self.a.shape[-2], self.a.shape[-1]
+        n, rows = self.both.n, self.blocks * self.block
+        features = n * r * k + rows * r * d
+        near = rows * (self._width - r - self.first) * (k + d)
+        others = (r + self.first) * (n * k + rows * d)
+        ahead = self.first * (self.first if self.causal else n) * (k + d)
+        scalars = rows * (r + self._width) + self.blocks * (r + self.first) * d
+        return Cost(features + near + others + ahead, scalars, 4).times(copies)
+
+    def adjoint_cost(self, d: int) -> Cost:
+        n, r = self.blocks * self.block, self.a.shape[-2]
+        return self.cost(d) + Cost(n * r * d).times(self.shape[:-2].numel())  # a vjp runs forward first
+
+    @property
+    def _width(self) -> int:
+        """Columns a query sees: its own block and those beside it, the slots, the first keys."""
+        return (2 if self.causal else 3) * self.block + self.a.shape[-2] + self.first
+
+    def _others(self, far: Far, dtype: torch.dtype) -> Tensor:
+        """Scores of slots and first keys: (*batch, blocks, block, r + first)"""
+        masses = (far.masses().to(dtype) + self.c.to(dtype).unsqueeze(-2)).unsqueeze(-1)
+        a, k = self.a.to(dtype), self.both.k[..., : self.first, :].to(dtype)
+        batch = torch.broadcast_shapes(a.shape[:-2], k.shape[:-2])
+        keys = torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (a, k)], dim=-2)
+        # one product for all blocks, for they share a and the first keys
+        return (
+            self._blocked(self.both.scale * (self.both.q.to(dtype) @ keys.mT))
+            + self._beside(masses, self._seen(dtype)).mT
+        )
+
+    def _hidden(self) -> Tensor:
+        """True at keys of the blocks beside that are not there or come later: (*batch, blocks, block or 1, ·)"""
+        device = self.both.q.device
+        there = torch.ones(self.both.n, device=device) if self.both.keep is None else self.both.keep.float()
+        hidden = self._windows(there.unsqueeze(-1), 0.0).mT == 0
+        if self.causal:
+            i, j = torch.arange(self.block, device=device)[:, None], torch.arange(2 * self.block, device=device)
+            hidden = hidden | (j > i + self.block)
+        return hidden
+
+    def _ahead(self, dtype: torch.dtype) -> Tensor:
+        """Scores of the first queries: (*batch, first, n), or of the first keys alone."""
+        q, k = self.both.q[..., : self.first, :].to(dtype), self.both.k.to(dtype)
+        columns = self.first if self.causal else self.both.n
+        scores = self.both.scale * (q @ k[..., :columns, :].mT) + self._seen(dtype)[..., :columns, :].mT
+        if not self.causal:
+            return scores
+        return scores.masked_fill(torch.ones(columns, columns, dtype=torch.bool, device=q.device).triu(1), -math.inf)
+
+    def _seen(self, dtype: torch.dtype) -> Tensor:
+        """0 at keys that are there and -inf at others: (*batch, n, 1)"""
+        zeros = torch.zeros(self.both.n, dtype=dtype, device=self.both.q.device)
+        return (zeros if self.both.keep is None else zeros.masked_fill(~self.both.keep, -math.inf)).unsqueeze(-1)
+
+    def _beside(self, slots: Tensor, x: Tensor) -> Tensor:
+        """slots (*batch, blocks or 1, r, c), and the first rows of x (*batch, n, c): (*batch, blocks, r + first, c)"""
+        parts = [slots, x[..., None, : self.first, :]]
+        batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))
+        return torch.cat([y.expand(*batch, self.blocks, *y.shape[-2:]) for y in parts], dim=-2)
+
+    def _windows(self, x: Tensor, fill: float) -> Tensor:
+        """(*batch, n, c) -> (*batch, blocks, 2 or 3 times block, c): each block with those beside it."""
+        after = 0 if self.causal else self.block
+        x = x[..., self.first :, :]
+        short = self.blocks * self.block - x.shape[-2]
+        x = F.pad(x, (0, 0, self.block, short + after), value=fill)
+        return x.unfold(-2, 2 * self.block + after, self.block).mT
+
+    def _blocked(self, x: Tensor) -> Tensor:
+        """(*batch, n, c) -> (*batch, blocks, block, c), without the first rows, zeros at the end."""
+        x = x[..., self.first :, :]
+        return F.pad(x, (0, 0, 0, self.blocks * self.block - x.shape[-2])).unflatten(-2, (self.blocks, self.block))
+
+    def _real(self, x: Tensor) -> Tensor:
+        return x if self.both.keep is None else x.masked_fill(~self.both.keep.unsqueeze(-1), 0)
+
+    def _far(self) -> Far:
+        dtype = torch.promote_types(self.both.k.dtype, torch.float32)
+        scores = self._blocked(self.both.scale * (self.both.k.to(dtype) @ self.b.to(dtype).mT))
+        keep = self.both.keep
+        there = torch.ones(self.both.n, 1, dtype=torch.bool, device=scores.device)
+        hidden = ~self._blocked(there if keep is None else keep.unsqueeze(-1))
+        scores = scores.masked_fill(hidden, LOWEST)
+        # every block has a shift of its own, so that what is small beside others' is not lost
+        tops = scores.detach().amax(-2, keepdim=True)
+        top = tops.amax(-3, keepdim=True)
+        weights, share = (scores - tops).exp().masked_fill(hidden, 0), (tops - top).to(_range(tops, top)).exp()
+        sums = _elsewhere(weights.sum(-2, keepdim=True) * share, self.causal)
+        return Far(weights, share, sums, top)
+
+    def _means(self, far: Far, v: Tensor) -> Tensor:
+        """Means of the far values: (*batch, n, d) -> (*batch, blocks, r, d)"""
+        total = _elsewhere((far.weights.mT @ self._blocked(v)) * far.share.mT, self.causal)
+        return (total / far.sums.masked_fill(far.empty, 1).mT).to(v.dtype)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Far:
+    """exp(s b . k) of every key over that of its block's top one, and their sums over the far blocks of each block."""
+
+    weights: Tensor  # (*batch, blocks, block, r)
+    share: Tensor  # (*batch, blocks, 1, r), exp(top of the block - top of all)
+    sums: Tensor  # (*batch, blocks, 1, r), relative to the top of all
+    top: Tensor  # (*batch, 1, 1, r)
+
+    @property
+    def empty(self) -> Tensor:
+        return self.sums == 0
+
+    def masses(self) -> Tensor:
+        """log sum over far j of exp(s b . k_j): (*batch, blocks, r), -inf where there is none."""
+        logs = self.sums.masked_fill(self.empty, 1).log() + self.top
+        return logs.masked_fill(self.empty, -math.inf).squeeze(-2)
+
+
+def _range(tops: Tensor, top: Tensor) -> torch.dtype:
+    """What sums over blocks are taken in: double precision where single would lose whole blocks, or cannot be asked."""
+    if not _plain():
+        return torch.float64
+    there = tops > LOWEST / 2
+    spread = torch.where(there, top - tops, 0).amax()
+    return tops.dtype if spread.item() < 60 else torch.float64
+
+
+def _elsewhere(x: Tensor, causal: bool) -> Tensor:
+    """Sums of x (*batch, blocks, ...) over the blocks not beside each: those two or more before (or after)."""
+    if x.shape[-3] < 3:
+        return torch.zeros_like(x)
+    before = F.pad(x[..., :-2, :, :].cumsum(-3), (0, 0, 0, 0, 2, 0))
+    if causal:
+        return before
+    after = x[..., 2:, :, :].flip(-3).cumsum(-3).flip(-3)
+    return before + F.pad(after, (0, 0, 0, 0, 0, 2))
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Over the last axis; a row that sees nothing is zero, and so are its gradients."""
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(nothing, 0), dim=-1).masked_fill(nothing, 0)
+
+
+def _near(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v over the last two axes and its log-sum-exp (..., rows, 1); -inf where nothing is seen.
+
+    The fused kernel reads overlapping windows where they lie; products and a softmax where gradients are wanted.
+    """
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if wanted or q.device.type != "cpu" or v.shape[-1] != q.shape[-1] or not _plain():
+        scores = (scale * (q @ k.mT)).masked_fill(hidden, -math.inf)
+        nothing = (scores == -math.inf).all(-1, keepdim=True)
+        lse = scores.masked_fill(nothing, 0).logsumexp(-1, keepdim=True).masked_fill(nothing, -math.inf)
+        return (scores - lse.masked_fill(nothing, 0)).exp() @ v, lse
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, hidden)))
+    bias = q.new_zeros(()).masked_fill(hidden, -math.inf)
+    rows = [x.expand(*batch, *x.shape[-2:]).reshape(-1, *batch[-1:], *x.shape[-2:]) for x in (q, k, v, bias)]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*rows[:3], attn_mask=rows[3], scale=scale)
+    out, lse = out.reshape(*batch, *out.shape[-2:]), lse.reshape(*batch, lse.shape[-1], 1)
+    # the kernel reports 0 for a row without a key, which is a possible sum
+    return out, lse.masked_fill(hidden.all(-1, keepdim=True), -math.inf)
+
+
+def _plain() -> bool:
+    """Not inside vmap or a traced graph, which the kernel's own operator does not know."""
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
+def _merged(near: Tensor, lse: Tensor, scores: Tensor, v: Tensor) -> Tensor:
+    """One softmax over what is near (its mean and log-sum-exp) and further columns (their scores and values)."""
+    top = torch.maximum(lse, scores.amax(-1, keepdim=True)).detach()
+    top = top.masked_fill(top == -math.inf, 0)
+    own, others = (lse - top).exp(), (scores - top).exp()
+    total = own + others.sum(-1, keepdim=True)
+    return (near * own + others @ v) / total.masked_fill(total == 0, 1)
+
+
+def near_far(
+    q: Tensor,
+    k: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    block: int,
+    first: int = 0,
+    scale: float | None = None,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> NearFar:
+    """Keys of the query's block and of those beside it (causal: before it) one by one, the others through r features.
+
+    a, b     (*batch, r, k): query and key sides of the features; c (*batch, r) their log weights
+    first    so many first keys are near to every query, and as queries they see every key (causal: those before them)
+    key_mask  boolean (*batch, n), True at real keys; where padding follows, real rows equal the shorter sequence's
+
+    >>> q, a = torch.zeros(12, 2), torch.zeros(1, 2)  # scores are alike, and one feature with a = b = 0 is exact
+    >>> near_far(q, q, a, a, torch.zeros(1), block=2).dense()[0, [0, 11]]
+    tensor([0.0833, 0.0833])
+    """
+    both = pair("NearFar", q, k, scale=scale, key_mask=key_mask)
+    n = self_attention("NearFar", both, "softmax")
+    if block < 1:
+        raise ShapeError(f"NearFar: block must be at least 1 (a query sees itself), but is {block}")
+    if not 0 <= first < n:
+        raise ShapeError(f"NearFar: first must be between 0 and n - 1 = {n - 1}, but is {first}")
+    same_axis("NearFar", "k", q=q.shape[-1], a=a.shape[-1], b=b.shape[-1])
+    r = same_axis("NearFar", "r", a=a.shape[-2], b=b.shape[-2], c=c.shape[-1])
+    broadcast_batch("NearFar", q=both.batch, a=a.shape[:-2], b=b.shape[:-2], c=c.shape[:-1])
+    broadcasts_to("NearFar", "a", a, (*both.batch, r, a.shape[-1]))
+    all_finite("NearFar", a=a, b=b, c=c)
+    return NearFar(both, a, b, c, block, first, causal)

@@ -1,0 +1,1 @@
+"""Attention by relative position: shifts, offsets, Toeplitz matrices, separable and quadratic scores."""

@@ -1,0 +1,243 @@
+"""P = softmax over the keys whose hash is near the query's: angular locality-sensitive hashing, O(n log n).
+
+Reformer, Kitaev et al. 2020 (arXiv:2001.04451).  A round hashes x to argmax [x R; -x R] for a random R, sorts the
+positions by it and cuts the order into chunks; a query meets its own chunk and the one before.  Over several rounds P
+is one softmax over the union of all pairs: a pair found twice counts once.  Every query sees itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.cost import Cost
+from headwise.errors import ShapeError
+from headwise.operators._kernels import autograd_functions
+from headwise.operators._kernels.hash_rounds import GROUP, Rounds
+from headwise.operators._kernels.queries_keys import Pair, pair, self_attention
+from headwise.operators._kernels.scores import WIDEST
+from headwise.operators.base import AttentionOperator
+from headwise.operators.claims import Claim
+from headwise.shapes import filled, same_axis
+
+ITSELF = -1e5
+"""Score of a position with itself when queries and keys are shared: it matters only where there is nothing else."""
+
+NEVER = -1e30
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Hashed(AttentionOperator):
+    """Softmax over the pairs that hashing found; which they are was settled when the operator was built."""
+
+    both: Pair
+    shared: bool
+    causal: bool
+    chunk: int
+    order_q: Tensor  # (*batch, rounds, t * chunk), positions in the order of their hashes
+    order_k: Tensor  # (*batch, rounds, chunk + t * chunk), one chunk of nobody before the first
+    place_q: Tensor  # (*batch, rounds, n), where in the order a position is
+    place_k: Tensor
+    masks: Tensor  # (*batch, rounds, t, chunk, 2 chunk)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.both.batch, self.both.m, self.both.n))
+
+    @property
+    def like(self) -> Tensor:
+        return self.both.q
+
+    @property
+    def claims(self) -> frozenset[Claim]:
+        promised = {Claim.NONNEGATIVE} | ({Claim.CAUSAL} if self.causal else set())
+        return frozenset(promised if self.both.keep is not None else promised | {Claim.STOCHASTIC})
+
+    def apply(self, v: Tensor) -> Tensor:
+        if v.shape[-1] > WIDEST:
+            return torch.cat([self.apply(part) for part in v.split(WIDEST, dim=-1)], dim=-1)
+        q, k, x, own, others, batch = self._flat(v, hide=True)
+        width = max(q.shape[-1], x.shape[-1])  # the kernel knows one width only
+        q, k, x = (filled(y, (0, width - y.shape[-1])) for y in (q, k, x))
+        out = autograd_functions.run(Rounds(self.chunk, self.both.scale), q, k, x, own, *others)[..., : v.shape[-1]]
+        out = out.reshape(*batch, *out.shape[-2:])
+        return self._heard(out).to(v.dtype)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        q, k, x, own, others, batch = self._flat(u, hide=False)
+        x = self._heard(x.reshape(*batch, *x.shape[-2:])).reshape(x.shape)
+        out = Rounds(self.chunk, self.both.scale).plain_adjoint(x, q, k, own, *others)
+        out = out.reshape(*batch, *out.shape[-2:])
+        if self.both.keep is not None:
+            out = out.masked_fill(~self.both.keep.unsqueeze(-1), 0)
+        return out.to(u.dtype)
+
+    def cost(self, d: int) -> Cost:
+        """Blocks in full, hidden entries included.  The sort is as deep as log n comparisons."""
+        widths = [max(self.both.q.shape[-1], min(WIDEST, d - start)) for start in range(0, d, WIDEST)]
+        rounds, length = self.order_q.shape[-2:]
+        copies = self.both.batch.numel()
+        work = copies * rounds * length * 2 * self.chunk * 2 * sum(widths)
+        depth = rounds + max(1, math.ceil(math.log2(self.both.n)))
+        return Cost(work, copies * length * (2 * self.chunk + 5 * max(widths)), depth)
+
+    def adjoint_cost(self, d: int) -> Cost:
+        rounds, length = self.order_q.shape[-2:]
+        work = self.both.batch.numel() * rounds * length * 2 * self.chunk * (self.both.q.shape[-1] + d)
+        return Cost(work, self.cost(d).scalars, self.cost(d).depth)
+
+    def _flat(self, x: Tensor, *, hide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], torch.Size]:
+        """Everything with one batch axis, in at least single precision; keys of unit length where they are shared."""
+        compute = torch.promote_types(x.dtype, torch.float32)
+        q, k, x, keep = self.both.q.to(compute), self.both.k.to(compute), x.to(compute), self.both.keep
+        if self.shared:
+            k = F.normalize(k, dim=-1) * math.sqrt(k.shape[-1])
+            own = q.new_full(q.shape[:-1], ITSELF)
+        else:
+            own = self.both.scale * (q * k).sum(-1)
+        if keep is not None:
+            own = own.masked_fill(~keep, NEVER)
+            x = x.masked_fill(~keep.unsqueeze(-1), 0) if hide else x
+        batch = torch.broadcast_shapes(self.both.batch, x.shape[:-2])
+        q, k, x = (y.expand(*batch, *y.shape[-2:]).reshape(-1, *y.shape[-2:]) for y in (q, k, x))
+        own = own.expand(*batch, own.shape[-1]).reshape(-1, own.shape[-1])
+        inner = len(self.both.batch)
+        others = [
+            y.expand(*batch, *y.shape[inner:]).reshape(-1, *y.shape[inner:])
+            for y in (self.order_q, self.order_k, self.place_q, self.place_k, self.masks)
+        ]
+        return q, k, x, own, others, batch
+
+    def _heard(self, x: Tensor) -> Tensor:
+        """Rows that see no real key set to zero: padding that met nothing but padding."""
+        if self.both.keep is None:
+            return x
+        found = self.masks.any(-1).flatten(-2).gather(-1, self.place_q).any(-2)
+        heard = found | self.both.keep
+        return x.masked_fill(~heard.unsqueeze(-1), 0)
+
+
+def hashed(
+    q: Tensor,
+    k: Tensor | None = None,
+    rotations: Tensor | None = None,
+    *,
+    rounds: int = 4,
+    chunk: int = 64,
+    generator: torch.Generator | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Hashed:
+    """Reformer attention; without k, queries and keys are shared: keys are the queries at length sqrt(k), and a
+    position attends to itself only where there is nothing else, both as in the source.
+
+    rotations  (rounds, k, buckets / 2), or (2, rounds, k, root / 2) for two hashes that make root^2 buckets together;
+               drawn for about n / chunk buckets from `generator` unless given
+    chunk      positions of a sorted chunk; a query meets at most 2 chunk keys a round
+    key_mask    boolean (*batch, n), True at real positions; padding is sorted behind everything, so that real rows equal
+               those of the shorter sequence under the same rotations
+    """
+    shared = k is None
+    both = pair("Hashed", q, q if k is None else k, scale=scale, key_mask=key_mask)
+    n = self_attention("Hashed", both, "window for new queries against a cache, or softmax")
+    if chunk < 1 or rounds < 1:
+        raise ShapeError(f"Hashed: chunk and rounds must be at least 1, but are {chunk} and {rounds}")
+    if rotations is None:
+        rotations = random_rotations(q.shape[-1], n / chunk, rounds, generator=generator).to(q)
+    if rotations.dim() not in (3, 4) or 0 in rotations.shape:
+        raise ShapeError(
+            f"Hashed: rotations must be (rounds, k, buckets / 2) or (2, rounds, k, root / 2), but have shape "
+            f"{tuple(rotations.shape)}"
+        )
+    same_axis("Hashed", "k", q=q.shape[-1], rotations=rotations.shape[-2])
+    chunk = min(chunk, n)
+    with torch.no_grad():
+        order_q, place_q = _sorted(both.q, rotations, both, chunk)
+        order_k, place_k = (order_q, place_q) if shared else _sorted(both.k, rotations, both, chunk)
+        order_k = F.pad(order_k, (chunk, 0), value=n)
+        masks = _masks(both, order_q, order_k, place_q // chunk, place_k // chunk, chunk, causal)
+        order_q, order_k = order_q.clamp(max=n - 1), order_k.clamp(max=n - 1)
+    return Hashed(both, shared, causal, chunk, order_q, order_k, place_q, place_k, masks)
+
+
+def random_rotations(width: int, buckets: float, rounds: int, *, generator: torch.Generator | None = None) -> Tensor:
+    """Standard normal numbers for about `buckets` buckets; beyond 128, two hashes of sqrt(buckets) are cheaper."""
+    if buckets <= 128:
+        return torch.randn(rounds, width, max(1, round(buckets / 2)), generator=generator)
+    return torch.randn(2, rounds, width, max(1, round(math.sqrt(buckets) / 2)), generator=generator)
+
+
+def _sorted(x: Tensor, rotations: Tensor, both: Pair, chunk: int) -> tuple[Tensor, Tensor]:
+    """The order (*batch, rounds, t * chunk) of positions by hash, ties by position, n for nobody; and the inverse."""
+    n = x.shape[-2]
+    hashes = rotations.float().reshape(-1, *rotations.shape[-3:])  # (1 or 2, rounds, k, half)
+    half = hashes.shape[-1]
+    # one product for all rounds: (*batch, n, hashes, rounds, half)
+    turned = (x.float() @ hashes.movedim(-2, 0).flatten(1)).unflatten(-1, (*hashes.shape[:2], half))
+    # argmax [y; -y] is the argmax of |y|, in the second half where y is negative
+    best = turned.abs().argmax(-1, keepdim=True)
+    negative = turned.gather(-1, best).squeeze(-1) < 0
+    first, *second = (best.squeeze(-1) + half * negative).int().unbind(-2)
+    bucket = (first * (2 * half) + second[0] if second else first).mT  # (*batch, rounds, n)
+    if both.keep is not None:
+        bucket = bucket.masked_fill(~both.keep.unsqueeze(-2), (2 * rotations.shape[-1]) ** 2)
+    bucket = bucket.expand(*both.batch, *bucket.shape[-2:])
+    order = torch.sort(bucket, dim=-1, stable=True).indices
+    place = torch.zeros_like(order).scatter(-1, order, torch.arange(n, device=x.device).expand(order.shape))
+    return filled(order, (0, -n % chunk), value=n), place
+
+
+def _masks(
+    both: Pair, order_q: Tensor, order_k: Tensor, chunk_q: Tensor, chunk_k: Tensor, chunk: int, causal: bool
+) -> Tensor:
+    """Which pairs count in which round (*batch, rounds, t, chunk, 2 chunk), a few members of the batch at a time."""
+    n, lead = both.n, len(both.batch)
+    keep = None if both.keep is None else F.pad(both.keep, (0, 1)).expand(*both.batch, n + 1).reshape(-1, n + 1)
+    flat = [x.reshape(-1, *x.shape[lead:]) for x in (order_q, order_k, chunk_q, chunk_k)]
+    size = max(1, GROUP // (n * 2 * chunk))
+    found = []
+    for start in range(0, flat[0].shape[0], size):
+        there, here, at_q, at_k = (x[start : start + size] for x in flat)
+        real = None if keep is None else keep[start : start + size]
+        found.append(_group_masks(n, there, here, at_q, at_k, real, chunk, causal))
+    return torch.cat(found).reshape(*both.batch, *found[0].shape[1:])
+
+
+def _group_masks(
+    n: int,
+    order_q: Tensor,
+    order_k: Tensor,
+    chunk_q: Tensor,
+    chunk_k: Tensor,
+    keep: Tensor | None,
+    chunk: int,
+    causal: bool,
+) -> Tensor:
+    """A pair counts if it is real, not before its time, not a position with itself, and in no earlier round."""
+    rounds = order_q.shape[1]
+    # the smaller the numbers, the faster they are compared
+    small = torch.int8 if n // chunk <= 100 else torch.int16 if n // chunk < 2**14 else torch.int32
+    chunk_q, chunk_k = (F.pad(x.to(small), (0, 1), value=-9) for x in (chunk_q, chunk_k))
+    order_k = order_k.unfold(-1, 2 * chunk, chunk)  # (b, rounds, t, 2 chunk)
+    order_q = order_q.unflatten(-1, (-1, chunk))  # (b, rounds, t, chunk)
+    found = []
+    for i in range(rounds):
+        there, here = order_q[:, i], order_k[:, i]
+        real = here < n if keep is None else keep.gather(-1, here.flatten(1)).reshape(here.shape)
+        rows, columns = there.int().unsqueeze(-1), here.int().unsqueeze(-2)
+        mask = columns < rows if causal else columns != rows
+        mask = mask & real.unsqueeze(-2)
+        mask = mask & (rows < n) if n % chunk else mask
+        for earlier in range(i):  # met then: the key's chunk was the query's, or the one before
+            a = chunk_q[:, earlier].gather(-1, there.flatten(1)).reshape(there.shape).unsqueeze(-1)
+            b = chunk_k[:, earlier].gather(-1, here.flatten(1)).reshape(here.shape).unsqueeze(-2)
+            mask = mask & ((a - b) >> 1 != 0)
+        found.append(mask)
+    return torch.stack(found, dim=1)

@@ -1,0 +1,113 @@
+"""P = softmax over near keys and every l-th key: |i - j| <= l, or i - j a multiple of l.  O(n sqrt n) for l ~ sqrt n.
+
+The strided factorised pattern of the Sparse Transformer, Child et al. 2019 (arXiv:1904.10509).  `strided` is the union
+of both index sets in one softmax; `strided_steps` their composition, one step along each, P = P_columns P_local.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ShapeError
+from headwise.operators._kernels.queries_keys import Pair, pair, self_attention
+from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
+from headwise.operators._kernels.tiles import Tiles
+from headwise.operators.claims import Claim
+from headwise.operators.compose import Product, product
+from headwise.operators.sparse.window import band, window
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Strided(BlockOperator):
+    """Softmax over a band and over the column of every stride-th position through the query.
+
+    The columns are `stride` dense attentions of n / stride positions each, the band is that of a window; positions in
+    both (i, i - l, i + l) count once.
+    """
+
+    union: Union
+    stride: int
+    causal: bool
+
+    @property
+    def claims(self) -> frozenset[Claim]:
+        return self.promises(causal=self.causal)
+
+
+def strided(
+    q: Tensor,
+    k: Tensor,
+    stride: int | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Strided:
+    """Query i sees keys j with |i - j| <= stride or (i - j) % stride = 0; causal, those with j <= i.
+
+    stride   near sqrt(n) by default, where a query meets O(sqrt n) keys; any n, the last block may be shorter
+    key_mask  boolean (*batch, n), True for a real key; where it follows, real rows equal the shorter sequence's
+    """
+    both, stride = _checked("Strided", q, k, stride, scale, key_mask)
+    n, device = both.n, q.device
+    pieces = [*columns(n, stride, causal), *_band(n, stride, causal, device)]
+    return Strided(Union(both.q, both.k, both.scale, tuple(pieces), both.keep), stride, causal)
+
+
+def strided_steps(
+    q: Tensor,
+    k: Tensor,
+    stride: int | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Product:
+    """P = P_columns P_local: from j to a position of i's column in one step, along the column to i in another."""
+    both, stride = _checked("Strided", q, k, stride, scale, key_mask)
+    pieces = tuple(columns(both.n, stride, causal))
+    along = Strided(Union(both.q, both.k, both.scale, pieces, both.keep), stride, causal)
+    width = stride + 1 if causal else 2 * stride + 1
+    return product(along, window(q, k, width, scale=scale, causal=causal, key_mask=key_mask))
+
+
+def columns(n: int, stride: int, causal: bool) -> list[Piece]:
+    """Every stride-th position: columns that reach one block further down than the others are a batch of their own."""
+    rows, longer = divmod(n, stride)
+    pieces = []
+    for first, count, length in ((0, longer, rows + 1), (longer, stride - longer, rows)):
+        if count and length:
+            tiles = Tiles(first, count, 1, length, stride)
+            pieces.append(Piece(tiles, tiles, first=True, causal=causal))
+    return pieces
+
+
+def _band(n: int, stride: int, causal: bool, device: torch.device) -> list[Piece]:
+    """0 < |i - j| < stride, for the columns have the rest of |i - j| <= stride."""
+    if stride == 1:
+        return []
+    before, after = stride - 1, 0 if causal else stride - 1
+    return band(n, n, before, after, start=0, bands=min(n, before), itself=False, first=False, device=device)
+
+
+def near_root(n: int) -> int:
+    """A stride near sqrt(n), a multiple of 16 where that is possible: the kernel likes even blocks."""
+    root = max(1, math.isqrt(n))
+    return root if root < 16 else 16 * round(root / 16)
+
+
+def _checked(
+    owner: str, q: Tensor, k: Tensor, stride: int | None, scale: float | None, key_mask: Tensor | None
+) -> tuple[Pair, int]:
+    both = pair(owner, q, k, scale=scale, key_mask=key_mask)
+    n = self_attention(owner, both, "window for new queries against a cache, or softmax")
+    stride = near_root(n) if stride is None else stride
+    if not 1 <= stride <= n:
+        raise ShapeError(f"{owner}: stride must be between 1 and n = {n}, but is {stride}")
+    return both, stride

@@ -1,0 +1,1 @@
+"""Find the cheapest operator for every head within a tolerance."""

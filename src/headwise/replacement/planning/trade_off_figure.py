@@ -1,0 +1,40 @@
+"""The trade-off of a plan as a figure: cost against drift, the curve beside single operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import InputError
+from headwise.replacement.plan import Plan
+
+SHOWN = ("window", "projected", "double_softmax", "near_far", "nystrom")
+
+
+def draw(plan: Plan, file: Path) -> Path:
+    """An SVG; points beyond a drift of one half are left out."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("figures need matplotlib; pip install 'headwise[report]'") from error
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes: Any = figure.subplots()
+    for kind in SHOWN:
+        points = [p for p in plan.baselines if p.name.split()[0] == kind and _drift(p) <= 0.6]
+        points.sort(key=lambda p: p.cost)
+        if points:
+            label = f"{kind.replace('_', ' ')} for all heads"
+            axes.plot([p.cost for p in points], [_drift(p) for p in points], "o--", markersize=4, label=label)
+    curve = [p for p in plan.curve if 0 < _drift(p) <= 0.6]
+    axes.plot([p.cost for p in curve], [_drift(p) for p in curve], "k.-", linewidth=2, label="chosen head by head")
+    axes.set(
+        xscale="log", yscale="log", xlabel="attention cost over exact", ylabel=f"drift on test texts ({plan.measure})"
+    )
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(file)
+    return file
+
+
+def _drift(point: Any) -> float:
+    return point.selection if point.test is None else point.test

@@ -1,0 +1,65 @@
+"""`headwise plan` from its arguments to its files, on a factory's small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headwise.cli.main import main
+from headwise.replacement.plan import Plan
+
+pytest.importorskip("transformers")
+
+FACTORY = """
+import torch
+from tests.models.tiny_models import ALL
+
+def build():
+    torch.manual_seed(0)
+    model, _ = ALL["bert"]()
+    batches = [{"input_ids": torch.randint(99, (1, 24))} for _ in range(%d)]
+    return model, batches
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "small_model.py").write_text(FACTORY % 7)
+    (tmp_path / "few_texts.py").write_text(FACTORY % 2)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "python:small_model:build"
+
+
+def test_a_table_a_figure_and_a_plan(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan"
+    assert main(["plan", factory, "--quick", "--tolerance", "0.1", "-o", str(out)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "attention cost against drift" in text
+    assert "On this machine attention takes" in text
+    plan = Plan.load(out)
+    assert plan.tolerance == 0.1
+    assert (out / "trade-off.svg").read_text().count("<svg") == 1
+    assert not (out / ".unfinished").exists()
+    assert main(["plan", factory, "--quick", "--json", "-o", str(out)]) == 0
+    assert json.loads(capsys.readouterr().out)["measure"] == "cosine"
+
+
+def test_bad_input_is_a_sentence_and_no_plan(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "none"
+    for arguments, words in (
+        (["python:few_texts:build"], "at least 6 batches"),
+        ([factory, "--length", "9999"], "512 positions, but the target length is 9999"),
+        ([factory, "--tolerance", "-1"], "tolerance is a number of at least 0"),
+        ([factory, "--transfer", "-1"], "--transfer is -1"),
+    ):
+        assert main(["plan", *arguments, "--quick", "-o", str(out)]) == 2
+        assert words in capsys.readouterr().err
+        assert not (out / "plan.json").exists()
+
+
+def test_what_is_refused_leaves_no_directory(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", factory, "--tolerance", "-1", "-o", str(tmp_path / "out")]) == 2
+    assert "tolerance" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,205 @@
+"""Whole models: what is converted, what is left and why, and that the result is a model like any other."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from headwise.convolution import convert, exact, soft, soft_grid, to_convolution
+from headwise.errors import HeadwiseError, InputError, ShapeError, UnsupportedError
+from headwise.nn.tap_layers import QuadraticAttention, ShiftAttention, TapLayer
+from headwise.testing.contract import normal
+from headwise.testing.counting import count_multiply_adds
+
+
+def small_cnn() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=8), nn.Conv2d(8, 16, 1)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    )
+
+
+def test_a_whole_network() -> None:
+    model, x = small_cnn().double().eval(), normal(2, 3, 8, 9, seed=0)
+    before = copy.deepcopy(model.state_dict())
+    new, receipt = convert(model, probe=x)
+    torch.testing.assert_close(new(x), model(x), rtol=0, atol=1e-13)
+    assert [part.what for part in receipt.parts] == ["0", "3.0", "3.1"]
+    assert receipt.left == ()
+    assert receipt.largest_change == (new(x) - model(x)).abs().max().item()
+    assert receipt.parameters_before == receipt.parameters_after == sum(p.numel() for p in model.parameters())
+    assert receipt.cost_before.multiply_adds == count_multiply_adds(lambda: model(x)).products
+    assert receipt.cost_before == receipt.cost_after
+    assert not any(isinstance(part, nn.Conv2d) for part in new.modules())
+    assert isinstance(model[0], nn.Conv2d)  # what was given is as it was
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    json.dumps(receipt.to_json())
+
+
+def test_and_back_bit_by_bit() -> None:
+    model = small_cnn()
+    back = to_convolution(convert(model)[0])
+    assert str(back) == str(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("mode", [exact, soft(6.0), soft_grid(6.0)])
+def test_the_new_model_saves_loads_exports_and_trains(mode: Any, tmp_path: Any) -> None:
+    new, _ = convert(small_cnn(), mode)
+    x = normal(4, 3, 8, 8, seed=0, dtype=torch.float32)
+    torch.save(new.state_dict(), tmp_path / "m.pt")
+    other, _ = convert(small_cnn(), mode)
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    other.load_state_dict(torch.load(tmp_path / "m.pt"))
+    assert torch.equal(other.eval()(x), new.eval()(x))
+    program = torch.export.export(new, (x,))
+    torch.testing.assert_close(program.module()(x), new(x))
+    new.train()
+    optimizer = torch.optim.Adam(new.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(new(x), torch.tensor([0, 1, 2, 3]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_soft_heads_learn_where_to_look_and_sharp_ones_do_not() -> None:
+    def gradient(alpha: float) -> float:
+        layer, _ = convert(nn.Conv2d(3, 4, 3, padding=1).double(), soft(alpha))
+        assert isinstance(layer, QuadraticAttention)
+        layer(normal(1, 3, 6, 6, seed=0)).square().sum().backward()
+        assert layer.centres.grad is not None
+        return layer.centres.grad.abs().max().item()
+
+    torch.manual_seed(0)
+    assert gradient(5.0) > 1e-3
+    torch.manual_seed(0)
+    assert gradient(30.0) < 1e-9
+
+
+@pytest.mark.parametrize("mode", [soft, soft_grid])
+def test_the_error_of_soft_heads_falls_by_e_for_each_alpha(mode: Any) -> None:
+    conv = nn.Conv2d(8, 8, 3, padding=1).double()
+    x = normal(1, 8, 12, 12, seed=0)
+    errors = [convert(conv, mode(alpha), probe=x)[1] for alpha in (6.0, 10.0)]
+    ratio = errors[0].largest_change / errors[1].largest_change
+    assert ratio == pytest.approx(torch.tensor(4.0).exp().item(), rel=0.1)
+    for alpha, receipt in zip((6.0, 10.0), errors, strict=True):
+        assert 2 < receipt.largest_change / receipt.scale * torch.tensor(alpha).exp().item() < 40  # documented as 20
+
+
+def test_float32_is_as_good_as_the_convolution_itself() -> None:
+    conv = nn.Conv2d(32, 32, 3, padding=1)
+    x = normal(2, 32, 16, 16, seed=0, dtype=torch.float32)
+    true = copy.deepcopy(conv).double()(x.double())
+    theirs = (conv(x).double() - true).abs().max()
+    ours = (convert(conv)[0](x).double() - true).abs().max()
+    assert ours < 4 * theirs
+
+
+@pytest.mark.parametrize("kind", [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d])
+def test_a_transposed_convolution_is_refused_with_the_reason(kind: type[nn.Module]) -> None:
+    with pytest.raises(UnsupportedError, match=r"heads are columns of P, not rows.*upsample and convolve instead"):
+        convert(kind(2, 2, 3))
+
+
+def test_what_is_left_is_listed_with_the_reason() -> None:
+    class Doubled(nn.Conv2d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    first, tied = nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3)
+    other = nn.Conv2d(2, 2, 3)
+    other.weight = tied.weight
+    hooked = nn.Conv2d(2, 2, 3)
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.ModuleDict(
+        {
+            "good": first,
+            "again": first,
+            "up": nn.ConvTranspose2d(2, 2, 3),
+            "own": Doubled(2, 2, 3),
+            "tied": tied,
+            "other": other,
+            "hooked": hooked,
+            "lazy": nn.LazyConv2d(2, 3),
+            "normed": torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 3)),
+        }
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        new, receipt = convert(model)
+    assert [part.what for part in receipt.parts] == ["good"]
+    new = cast(Any, new)
+    assert isinstance(new["good"], ShiftAttention)
+    assert new["good"] is new["again"]  # one layer in two places stays one
+    why = {entry.what: entry.why for entry in receipt.left}
+    assert set(why) == {"up", "own", "tied", "other", "hooked", "lazy", "normed"}
+    assert "Doubled may compute something else" in why["own"]
+    assert "also that of other" in why["tied"]
+    assert "hooks" in why["hooked"]
+    assert "no weights yet" in why["lazy"]
+    assert "parametrization" in why["normed"]
+
+
+def test_nothing_is_half_converted() -> None:
+    model = small_cnn()
+    text = str(model)
+    with pytest.raises(ShapeError, match=r"channels"):
+        # a probe that does not fit: no model comes back, and none was touched
+        convert(nn.Conv2d(3, 8, 3), probe=torch.zeros(1, 4, 8, 8))
+    with pytest.raises(HeadwiseError, match=r"Sequential does not run on a probe of shape \(1, 4, 8, 8\)"):
+        convert(model, probe=torch.zeros(1, 4, 8, 8))
+    assert str(model) == text
+
+
+def test_an_even_kernel_with_same_padding_is_converted_and_said() -> None:
+    conv = nn.Conv1d(2, 2, 4, padding="same").double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer, receipt = convert(conv)
+    assert receipt.largest_change < 1e-15
+    assert receipt.notes == ("padding='same' with an odd reach: one cell more is padded behind than before",)
+    assert cast(Any, to_convolution(layer)).padding == "same"
+
+
+def test_models_and_modes_that_cannot_be_used() -> None:
+    with pytest.raises(InputError, match=r"nothing to convert in Linear: it holds no nn.Conv1d"):
+        convert(nn.Linear(2, 2))
+    with pytest.raises(InputError, match=r"alpha must be a positive number, but is -1"):
+        soft(-1.0)
+    with pytest.raises(UnsupportedError, match=r"heads of QuadraticAttention spread over several cells"):
+        to_convolution(convert(nn.Conv1d(1, 1, 3), soft(5.0))[0])
+    with pytest.raises(InputError, match=r"Linear holds no ShiftAttention"):
+        to_convolution(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match=r"not real floating point"):
+        convert(nn.Conv1d(1, 1, 3, dtype=torch.complex64))
+
+
+def test_frozen_weights_and_the_training_flag_are_kept() -> None:
+    model = small_cnn()
+    cast(Any, model[0]).weight.requires_grad_(False)
+    model[3].eval()
+    new = cast(Any, convert(model)[0])
+    assert [new[0].weight.requires_grad, new[0].bias.requires_grad] == [False, True]
+    assert new.training
+    assert not new[3][0].training
+    assert isinstance(new[3][1], TapLayer)

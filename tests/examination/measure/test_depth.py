@@ -1,0 +1,145 @@
+"""Path lengths and ablations against plain re-implementations of small models."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headwise.examination.measure.ablation import collapse_curves
+from headwise.examination.measure.path_lengths import by_length
+from headwise.theory.residual import relative_residual
+from tests.models.tiny_models import ALL, sharpen
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "vit"])
+def test_paths_add_up_to_the_output(family: str) -> None:
+    model, batch = ALL[family]()
+    found = by_length(sharpen(model), batch)
+    assert found["supported"], found
+    assert found["sum_error"] < 1e-6  # Llama's norms compute in float32 inside
+    assert sum(found["share"]) == pytest.approx(1, abs=1e-6)
+    assert len(found["share"]) == 3
+
+
+def test_paths_equal_brute_force_enumeration() -> None:
+    """A pre-norm-free stack X + P X W + 1 b^T: every path is a product of matrices that can be written down."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention_qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 6)
+
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            q, k, v = self.attention_qkv(hidden_states).chunk(3, -1)
+            mixed = torch.nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
+            return hidden_states + self.out(mixed.squeeze(1))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention_blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.attention_blocks:
+                x = block(x)
+            return x
+
+    model, x = Stack().double(), torch.randn(1, 9, 6, dtype=torch.float64)
+    steps, state = [], x[0]
+    with torch.no_grad():
+        for block in model.attention_blocks:
+            q, k, _ = block.attention_qkv(state).chunk(3, -1)
+            p = torch.softmax(q @ k.mT / 6**0.5, -1)
+            w = block.attention_qkv.weight[12:].mT @ block.out.weight.mT
+            # the value bias passes through attention, the output bias does not
+            steps.append((p, w, block.attention_qkv.bias[12:] @ block.out.weight.mT, block.out.bias))
+            state = block(state[None])[0]
+        groups = [torch.zeros(9, 6, dtype=torch.float64) for _ in range(4)]
+        sources = [(x[0], 0, 0)]
+        for layer, (_, _, through, past) in enumerate(steps):
+            sources += [(through.expand(9, 6), layer + 1, 1), (past.expand(9, 6), layer + 1, 0)]
+        for source, start, length in sources:
+            for path in itertools.product((0, 1), repeat=3 - start):
+                y = source
+                for (p, w, _, _), attends in zip(steps[start:], path, strict=True):
+                    y = p @ y @ w if attends else y
+                groups[length + sum(path)] += y
+    found = by_length(model, {"x": x})
+    expected = [((g * state).sum() / state.square().sum()).item() for g in groups]
+    assert found["share"] == pytest.approx(expected, abs=1e-12)
+    assert found["sum_error"] < 1e-12
+
+
+def test_a_model_whose_parts_do_not_add_up_says_so() -> None:
+    model, batch = ALL["t5"]()
+    found = by_length(model.eval(), batch)
+    assert not found["supported"]
+    assert "T5Model" in found["why"]
+
+
+def test_ablations_equal_a_bert_written_by_hand() -> None:
+    model, batch = ALL["bert"]()
+    model = sharpen(model)
+    double = copy.deepcopy(model).double()
+    with torch.no_grad():
+        start = double.embeddings(batch["input_ids"])
+
+        def curve(skip: bool, mlp: bool) -> list[float]:
+            x, found = start, [relative_residual(start[0]).item()]
+            for layer in double.encoder.layer:
+                attended = layer.attention.self(x)[0]
+                out = layer.attention.output.dense(attended)
+                x = layer.attention.output.LayerNorm(out + x if skip else out)
+                if mlp:
+                    x = layer.output.LayerNorm(layer.output.dense(layer.intermediate(x)) + x)
+                found.append(relative_residual(x[0]).item())
+            return found
+
+        found = collapse_curves(model, batch)["curves"]
+        assert found["all"] == pytest.approx(curve(True, True), rel=1e-9)
+        assert found["no attention skip"] == pytest.approx(curve(False, True), rel=1e-9)
+        assert found["no MLP"] == pytest.approx(curve(True, False), rel=1e-9)
+        assert found["pure attention"] == pytest.approx(curve(False, False), rel=1e-9)
+
+
+def test_ablations_equal_a_gpt2_written_by_hand() -> None:
+    model, batch = ALL["gpt2"]()
+    double = copy.deepcopy(sharpen(model)).double()
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        start = double.wte(ids) + double.wpe(torch.arange(ids.shape[1]))
+
+        def curve(skip: bool, mlp: bool) -> list[float]:
+            x, found = start, [relative_residual(start[0]).item()]
+            for block in double.h:
+                mask = torch.full((ids.shape[1],) * 2, -torch.inf, dtype=torch.float64).triu(1)
+                attended = block.attn(block.ln_1(x), attention_mask=mask[None, None])[0]
+                x = x + attended if skip else attended
+                if mlp:
+                    x = x + block.mlp(block.ln_2(x))
+                found.append(relative_residual(x[0]).item())
+            return found
+
+        found = collapse_curves(model, batch)["curves"]
+        for name, switches in zip(found, ((True, True), (False, True), (True, False), (False, False)), strict=True):
+            assert found[name] == pytest.approx(curve(*switches), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "vit", "torch_encoder"])
+def test_switching_everything_off_changes_the_curve(family: str) -> None:
+    model, batch = ALL[family]()
+    found = collapse_curves(model.eval(), batch)
+    assert found["supported"], found
+    assert found["curves"]["pure attention"][-1] < 0.7 * found["curves"]["all"][-1]
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_unknown_blocks_are_said_to_be_unsupported() -> None:
+    model, batch = ALL["whisper"]()
+    found = collapse_curves(model.eval(), batch)
+    assert not found["supported"]
+    assert "WhisperEncoderLayer" in found["why"]

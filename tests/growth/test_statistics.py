@@ -1,0 +1,209 @@
+"""M, Gram matrices and their streaming sums against autograd on explicit n x n scores, in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.growth.normal_equations import NormalMap
+from headwise.growth.score_gradients import appended, augmented
+from headwise.growth.statistics import LayerStatistics
+from headwise.growth.watch import Watch
+from headwise.nn import MultiHead, head_slices
+from headwise.operators.softmax import softmax
+from headwise.theory.peak_memory import peak_bytes
+
+F64 = torch.float64
+B, N, WIDTH, HEADS = 3, 7, 6, 2
+
+
+def case(kind: str, **options: Any) -> tuple[MultiHead, Tensor, dict[str, Any]]:
+    torch.manual_seed(0)
+    layer = MultiHead(WIDTH, HEADS, key_width=(2, 3), **options).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 2)
+    x = torch.randn(B, N, WIDTH, dtype=F64)
+    key_mask = torch.ones(B, N, dtype=torch.bool)
+    key_mask[0, 5:] = False
+    masks: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "causal": {"causal": True},
+        "key_mask": {"key_mask": key_mask},
+        "causal and padding": {"causal": True, "key_mask": key_mask},
+        "mask": {"pair_mask": torch.rand(N, N) > 0.3},
+        "bias": {"bias": torch.randn(N, N, dtype=F64)},
+    }
+    return layer, x, masks[kind]
+
+
+KINDS = ["plain", "causal", "key_mask", "causal and padding", "mask", "bias"]
+
+
+def allowed(masks: dict[str, Any]) -> Tensor:
+    seen = torch.ones(B, 1, N, N, dtype=torch.bool)
+    if masks.get("causal"):
+        seen = seen.tril()
+    if "key_mask" in masks:
+        seen = seen & masks["key_mask"][:, None, None, :]
+    return seen & masks["pair_mask"] if "pair_mask" in masks else seen
+
+
+def by_hand(layer: MultiHead, x: Tensor, masks: dict[str, Any], weights: Tensor) -> Tensor:
+    """-dL/dZ (b, h, d_q, d_k) with S = [x 1] Z x^T + bias written out: heads one by one, scores formed."""
+    found = torch.zeros(B, HEADS, WIDTH + 1, WIDTH, dtype=F64)
+    for b in range(B):
+        outputs, zs = [], []
+        for h in range(HEADS):
+            rows, values = head_slices(layer.key_widths)[h], head_slices(layer.value_widths)[h]
+            k = layer.key_widths[h]
+            wq = torch.cat([layer.query.weight[rows].T, layer.query.bias[rows][None]]) / math.sqrt(k)
+            z = (wq @ layer.key.weight[rows]).detach().requires_grad_()
+            s = augmented(x[b], True) @ z @ x[b].T
+            if "bias" in masks:
+                s = s + masks["bias"]
+            s = s.masked_fill(~allowed(masks)[b, 0], -math.inf)
+            p = torch.softmax(s, -1)
+            outputs.append(p @ (x[b] @ layer.value.weight[values].T + layer.value.bias[values]))
+            zs.append(z)
+        y = torch.cat(outputs, -1) @ layer.out.weight.T + layer.out.bias
+        for h, grad in enumerate(torch.autograd.grad((y * weights[b]).sum(), zs)):
+            found[b, h] = -grad
+    return found
+
+
+def observed(layer: MultiHead, x: Tensor, masks: dict[str, Any], weights: Tensor, **options: Any) -> LayerStatistics:
+    statistics = LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64, **{"rows": None, "folds": 2, **options})
+    watch = Watch("layer", layer)
+    (layer(x, **masks) * weights).sum().backward()
+    (call,) = watch.take()
+    statistics.add(call, bias=True)
+    watch.close()
+    return statistics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_are_the_gradient_of_explicit_scores(kind: str) -> None:
+    layer, x, masks = case(kind)
+    weights = torch.randn(B, N, WIDTH, dtype=F64)
+    expected = by_hand(layer, x, masks, weights)
+    found = observed(layer, x, masks, weights)
+    torch.testing.assert_close(found.folds[0], expected[0] + expected[2])  # sequences are dealt out in turn
+    torch.testing.assert_close(found.folds[1], expected[1])
+    assert found.shares.tolist() == pytest.approx([2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal"])
+def test_appended_operands_give_the_same_through_the_fused_kernel(kind: str) -> None:
+    layer, x, masks = case(kind)
+    weights = torch.randn(B, N, WIDTH, dtype=F64)
+    watch = Watch("layer", layer)
+    (layer(x, **masks) * weights).sum().backward()
+    (call,) = watch.take()
+    watch.close()
+    found = appended(call, lambda q, k: softmax(q, k, **masks), bias=True)
+    torch.testing.assert_close(found, by_hand(layer, x, masks, weights).sum(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_and_kept_tokens_are_those_of_the_rows_the_loss_looks_at(kind: str) -> None:
+    layer, x, masks = case(kind)
+    weights = torch.randn(B, N, WIDTH, dtype=F64)
+    weights[1, 2:] = 0  # the loss looks at two rows of sequence 1
+    found = observed(layer, x, masks, weights)
+    live = (weights != 0).any(-1)
+    gram_q, gram_k = torch.zeros(WIDTH + 1, WIDTH + 1, dtype=F64), torch.zeros(WIDTH, WIDTH, dtype=F64)
+    normal, z = torch.zeros(WIDTH + 1, WIDTH, dtype=F64), torch.randn(WIDTH + 1, WIDTH, dtype=F64)
+    for b in range(B):
+        for i in live[b].nonzero().flatten():
+            row, seen = torch.cat([x[b, i], torch.ones(1, dtype=F64)]), x[b, allowed(masks)[b, 0, i]]
+            seen = seen - seen.mean(0)
+            gram_q += torch.outer(row, row)
+            gram_k += seen.T @ seen
+            normal += torch.outer(row, row @ z @ seen.T @ seen)
+    count = int(live.sum())
+    torch.testing.assert_close(found.means()[0], gram_q / count)
+    torch.testing.assert_close(found.means()[1], gram_k / count)
+    torch.testing.assert_close(found.normal()(z), normal)
+    assert found.compression_error() == 0
+
+
+def test_fewer_rows_are_right_on_average() -> None:
+    layer, x, masks = case("causal")
+    weights = torch.randn(B, N, WIDTH, dtype=F64)
+    exact = observed(layer, x, masks, weights).folds.sum(0)
+    statistics = LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64, rows=3, folds=1)
+    watch = Watch("layer", layer)
+    for _ in range(120):
+        (layer(x, **masks) * weights).sum().backward()
+        statistics.add(watch.take()[0], bias=True)
+    watch.close()
+    mean = statistics.folds[0] / statistics.shares[0]
+    assert float((mean - exact).norm() / exact.norm()) < 0.25
+
+
+def test_merging_two_halves_is_seeing_both() -> None:
+    layer, x, masks = case("causal")
+    weights = torch.randn(B, N, WIDTH, dtype=F64)
+    first, second = observed(layer, x, masks, weights), observed(layer, 2 * x, masks, weights)
+    both = LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64, rows=None, folds=2)
+    both.merge(first)
+    both.merge(second)
+    z = torch.randn(WIDTH + 1, WIDTH, dtype=F64)
+    torch.testing.assert_close(both.folds, first.folds + second.folds)
+    torch.testing.assert_close(both.gram_k, first.gram_k + second.gram_k)
+    torch.testing.assert_close(both.normal()(z), first.normal()(z) + second.normal()(z))
+    assert both.sequences == 6
+    assert both.batches == pytest.approx(2)
+
+
+def test_beyond_the_budget_gram_matrices_are_clustered_and_the_error_is_measured() -> None:
+    torch.manual_seed(0)
+    layer, _, _ = case("plain")
+    weights = torch.randn(B, N, WIDTH, dtype=F64)
+    bases = torch.randn(4, N, WIDTH, dtype=F64)
+    alike, varied = (LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64, memory=0) for _ in range(2))
+    whole = LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64)
+    watch = Watch("layer", layer)
+    for step in range(20):
+        for statistics, x in (
+            (alike, bases[torch.tensor([step % 4, (step + 1) % 4, 0])]),
+            (varied, torch.randn(B, N, WIDTH, dtype=F64) * torch.randn(B, 1, WIDTH, dtype=F64).exp()),
+        ):
+            (layer(x) * weights).sum().backward()
+            call = watch.take()[0]
+            statistics.add(call, bias=True)
+            if statistics is varied:
+                whole.add(call, bias=True)
+    watch.close()
+    assert alike.used == varied.used == 0
+    assert len(varied.atoms) <= 16
+    assert varied.bytes < whole.bytes
+    assert alike.compression_error() < 1e-12  # four kinds of sequences, sixteen clusters
+    # the stated error is the true one
+    exact, approximate = whole.normal()(varied.z), varied.normal()(varied.z)
+    assert varied.compression_error() == pytest.approx(float((approximate - exact).norm() / exact.norm()))
+    # and clusters are better than one mean for all
+    a, c = varied.normal().means()
+    mean = 60 * a @ varied.z @ c
+    assert varied.compression_error() < 0.8 * float((mean - exact).norm() / exact.norm())
+    assert isinstance(varied.normal(), NormalMap)
+
+
+@pytest.mark.parametrize("rows", [32, None])
+def test_no_scores_of_all_pairs_are_ever_held(rows: int | None) -> None:
+    """Peak memory of observing 5000 tokens, against that of one n x n matrix."""
+    n = 5000
+    torch.manual_seed(0)
+    layer, x = MultiHead(8, 1), torch.randn(1, n, 8)
+    watch = Watch("layer", layer)
+    layer(x, causal=True).square().mean().backward()
+    (call,) = watch.take()
+    watch.close()
+    statistics = LayerStatistics(1, 9, 8, rows=rows)
+    assert peak_bytes(lambda: statistics.add(call, bias=True)) < n * n * 4
+    assert bool(statistics.folds.any())

@@ -1,0 +1,140 @@
+"""Any other PyTorch model: called as before, its heads replaced while it runs, nothing of it changed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headwise
+from headwise.errors import UnsupportedError
+from headwise.models.intercept import InterceptionError
+from headwise.replacement import Choice
+from tests.replacement.plans import CAUSAL, SMALL, plan_for, written_out
+
+EXACT, WINDOW = Choice("exact"), Choice("window", {"width": 4, "first": 1})
+N, WIDTH, HEADS = 11, 16, 2
+
+
+class ByHand(nn.Module):
+    """Attention written by hand, one call of torch's function; in eager steps if it is given `p`."""
+
+    def __init__(self, *, causal: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out, self.causal = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), causal
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.parts(x)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        return [y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1)]
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+
+def drawn(b: int = 2, n: int = N) -> Tensor:
+    return torch.randn(b, n, WIDTH)
+
+
+def test_exact_everywhere_is_the_model_itself() -> None:
+    model, x = encoder(), drawn()
+    new, receipt = headwise.rewrite(model, plan_for(model, {"src": x}, [EXACT]), probe=x)
+    key_mask = torch.arange(N) >= torch.tensor([[N], [7]])
+    square = nn.Transformer.generate_square_subsequent_mask(N)
+    for options in ({}, {"src_key_padding_mask": key_mask}, {"mask": square}, {"mask": square, "is_causal": True}):
+        torch.testing.assert_close(new(x, **options), model(x, **options), rtol=1e-5, atol=1e-5)
+    assert receipt.largest_change < 1e-5
+    assert receipt.what == "TransformerEncoder"
+    assert [part.what for part in receipt.parts] == ["layers.0.self_attn", "layers.1.self_attn"]
+
+
+@pytest.mark.parametrize(
+    "choice, causal", [*itertools.product(SMALL, [False]), *itertools.product(CAUSAL, [True])], ids=str
+)
+def test_each_kind_is_the_model_made_by_hand(choice: Choice, causal: bool) -> None:
+    model, x = ByHand(causal=causal).double(), drawn().double()
+    new, _ = headwise.rewrite(model, plan_for(model, {"x": x}, [choice], length=N))
+    for p in new.heads.parameters():
+        nn.init.normal_(p)
+    q, k, v = model.parts(x)
+    own = [new.heads[0].head_parameters(i) for i in range(HEADS)]
+    scale = (WIDTH // HEADS) ** -0.5
+    parts = [
+        written_out(choice, q[:, i], k[:, i], causal=causal, scale=scale, own=own[i]) @ v[:, i] for i in range(HEADS)
+    ]
+    expected = model.out(torch.stack(parts, dim=2).flatten(2))
+    torch.testing.assert_close(new(x), expected, rtol=1e-6, atol=1e-8)
+    if not causal:
+        return
+    # the same causality written as a mask, floating or boolean
+    square = torch.ones(N, N, dtype=torch.bool).tril()
+    model.causal = new.model.causal = False
+    for mask in (square, torch.zeros(N, N).double().masked_fill(~square, -torch.inf)):
+        torch.testing.assert_close(new(x, mask), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_padding_of_an_encoder_is_absence() -> None:
+    model, x = encoder(), drawn()
+    new, _ = headwise.rewrite(model, plan_for(model, {"src": x}, [WINDOW, Choice("uniform")], length=N))
+    key_mask = torch.arange(N) >= torch.tensor([[N], [7]])
+    whole = new(x, src_key_padding_mask=key_mask)
+    torch.testing.assert_close(whole[1, :7], new(x[1:, :7])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_and_state() -> None:
+    model, x = encoder(), drawn()
+    new, receipt = headwise.rewrite(model, plan_for(model, {"src": x}, [Choice("toeplitz"), WINDOW], length=N), probe=x)
+    assert receipt.parameters_after - receipt.parameters_before == 2 * 257
+    new(x).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in new.heads.parameters())
+    assert all(p.grad is None for p in model.parameters())  # the given model is another
+    again, _ = headwise.rewrite(model, plan_for(model, {"src": x}, [Choice("toeplitz"), WINDOW], length=N))
+    for p in new.parameters():
+        p.data.add_(0.01)
+    again.load_state_dict(new.state_dict())
+    assert torch.equal(again(x), new(x))
+    assert torch.equal(torch.compile(new, backend="eager")(x), new(x))  # left as it is
+
+
+def test_nothing_is_left_behind_and_errors_are_sentences() -> None:
+    model, x, original = ByHand().eval(), drawn(), F.scaled_dot_product_attention
+    new, _ = headwise.rewrite(model, plan_for(model, {"x": x}, [WINDOW], length=N))
+    odd = torch.rand(N, N) < 0.5
+    with pytest.raises(UnsupportedError, match=r"qkv|: head 0 is window .* mask of shape \(1, 1, 11, 11\)"):
+        new(x, odd)
+    with pytest.raises(UnsupportedError, match="head 0 is window"):
+        new(x, torch.randn(N, N))
+    assert F.scaled_dot_product_attention is original
+    assert not any(module._forward_hooks for module in new.modules())
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = ByHand(), ByHand()
+
+        def forward(self, x: Tensor, twice: bool = True) -> Tensor:
+            return self.second(self.first(x)) if twice else x if twice is None else self.first(x)
+
+    model = Sometimes().eval()
+    new, _ = headwise.rewrite(model, plan_for(model, {"x": x}, [WINDOW], length=N))
+    with pytest.raises(UnsupportedError, match="Sometimes did not compute attention at second"):
+        new(x, twice=False)
+    with pytest.raises(InterceptionError, match="never called scaled_dot_product_attention"):
+        new(x, twice=None)
+
+
+def test_dropout_in_attention_is_refused() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.1, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval(), drawn()
+    new, _ = headwise.rewrite(model, plan_for(model, {"src": x}, [WINDOW], length=N))
+    new(x)
+    with pytest.raises(UnsupportedError, match=r"layers.0.self_attn: head 0 is window .* dropout of 0.1"):
+        new.train()(x)

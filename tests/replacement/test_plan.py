@@ -1,0 +1,252 @@
+"""Plans: made on a small model, saved, read again, edited, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import headwise
+from headwise.errors import InputError
+from headwise.replacement import Choice, rewrite
+from headwise.replacement.plan import Plan, Point
+from headwise.replacement.planning.effort import Effort
+from headwise.replacement.planning.make_plan import split
+from tests.models.tiny_models import ALL
+
+pytest.importorskip("transformers")
+
+FEW = [
+    Choice("uniform"),
+    Choice("window", {"width": 9, "first": 1}),
+    Choice("near_far", {"block": 4, "rank": 1, "first": 1}),
+]
+BRIEF = Effort(steps=4, texts=1, options=3, evaluations=6, quick=True)
+
+
+def batches(vocabulary: int = 99, count: int = 7, length: int = 40) -> list[dict]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(vocabulary, (1, length), generator=generator)} for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return ALL["bert"]()[0].eval()
+
+
+@pytest.fixture(scope="module")
+def plan(model: nn.Module) -> Plan:
+    return headwise.plan(model, batches(), tolerance=0.05, choices=FEW, effort=BRIEF)
+
+
+def test_the_curve_is_a_curve_and_the_plan_is_on_it(plan: Plan) -> None:
+    costs, drifts = [p.cost for p in plan.curve], [p.selection for p in plan.curve]
+    assert costs == sorted(costs, reverse=True)
+    assert drifts == sorted(drifts)
+    assert plan.curve[0].cost == pytest.approx(1.0)
+    assert plan.curve[0].selection == 0.0
+    assert plan.point is not None
+    assert plan.point.meets(0.05)
+    assert plan.cost() == pytest.approx(plan.point.cost)
+
+
+def test_never_worse_than_a_single_operator(plan: Plan) -> None:
+    for single in plan.baselines:
+        assert any(p.cost <= single.cost + 1e-12 and p.selection <= single.selection for p in plan.curve), single.name
+
+
+def test_the_drift_reported_is_the_rewritten_models(plan: Plan, model: nn.Module) -> None:
+    """Measured again from outside: rewrite the model and compare mean states on the test texts."""
+    point = min((p for p in plan.curve if p.cost < 0.9), key=lambda p: p.selection)
+    assert point.test == pytest.approx(drift_from_outside(plan, point, model), rel=1e-3, abs=1e-7)
+
+
+def drift_from_outside(plan: Plan, point: Point, model: nn.Module) -> float:
+    new, _ = rewrite(model, Plan(plan.model, plan.length, 0.0, plan.measure, point.sites, plan.fitted))
+    given = batches()
+    drifts = []
+    with torch.no_grad():
+        for i in split(len(given), 0)[2]:
+            a, b = (m(**given[i])[0].double().mean(1) for m in (model, new))
+            drifts.append(1 - torch.cosine_similarity(a, b).item())
+    return sum(drifts) / len(drifts)
+
+
+def test_parts_do_not_meet() -> None:
+    parts = split(20, 3)
+    assert sorted(i for part in parts for i in part) == list(range(20))
+    assert min(map(len, parts)) >= 2
+
+
+def test_another_tolerance_is_another_point(plan: Plan) -> None:
+    assert plan.at(0.0).cost() == pytest.approx(1.0)
+    assert plan.at(2.0).cost() <= plan.cost()
+
+
+def test_saved_and_read_again(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path)
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.sites == plan.sites
+    assert [p.sites for p in again.curve] == [p.sites for p in plan.curve]
+    assert again.parameters.keys() == plan.parameters.keys()
+    assert all(torch.equal(again.parameters[key], x) for key, x in plan.parameters.items())
+
+
+def edited(plan: Plan, directory: Path, change) -> Path:
+    plan.save(directory)
+    file = directory / "plan.json"
+    facts = json.loads(file.read_text())
+    change(facts)
+    file.write_text(json.dumps(facts))
+    return file
+
+
+def test_an_edited_choice_finds_its_tensors(plan: Plan, tmp_path: Path, model: nn.Module) -> None:
+    site = next(iter(plan.sites))
+
+    def change(facts: dict) -> None:
+        facts["sites"][site][0] = {"kind": "near_far", "block": 4, "rank": 1, "first": 1}
+
+    again = Plan.load(edited(plan, tmp_path, change))
+    assert f"{site}|0|a" in again.parameters
+    rewrite(model, again)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: f["sites"][next(iter(f["sites"]))].__setitem__(0, {"kind": "magic"}), "unknown kind .* 'magic'"),
+        (lambda f: f["sites"][next(iter(f["sites"]))].pop(), "has 4 heads, but the plan has 3 choices"),
+        (lambda f: f["sites"].__setitem__("nowhere", []), "no site 'nowhere'"),
+        (lambda f: f.__setitem__("length", 0), "length must be a whole number"),
+        (lambda f: f.__setitem__("schema", 99), "schema 99"),
+        (
+            lambda f: f["sites"][next(iter(f["sites"]))].__setitem__(0, {"kind": "near_far", "block": 2, "rank": 5}),
+            "was not fitted",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_edited_plan_is_said(plan: Plan, tmp_path: Path, change, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Plan.load(edited(plan, tmp_path, change))
+
+
+def test_another_model_is_refused(plan: Plan, model: nn.Module) -> None:
+    plan.check(model)
+    torch.manual_seed(1)
+    with pytest.raises(InputError, match="plan again for this model"):
+        plan.check(ALL["bert"]()[0])
+
+
+def test_too_few_texts_and_too_long_a_target(model: nn.Module) -> None:
+    with pytest.raises(InputError, match=r"at least 6 batches .* there are 3"):
+        headwise.plan(model, batches(count=3), tolerance=0.1)
+    with pytest.raises(InputError, match="512 positions, but the target length is 9999"):
+        headwise.plan(model, batches(), tolerance=0.1, length=9999)
+    with pytest.raises(InputError, match="tolerance"):
+        headwise.plan(model, batches(), tolerance=float("nan"))
+
+
+def test_an_interrupted_run_goes_on(model: nn.Module, plan: Plan, tmp_path: Path) -> None:
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "measuring whole plans":
+            raise KeyboardInterrupt
+
+    options = {"tolerance": 0.05, "choices": FEW, "effort": BRIEF, "work": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        headwise.plan(model, batches(), progress=interrupt, **options)
+    assert (tmp_path / "drifts.jsonl").read_text().count("\n") > 0
+    again = headwise.plan(model, batches(), **options)
+    assert [p.sites for p in again.curve] == [p.sites for p in plan.curve]
+
+
+def test_transfer_trains_the_chosen_operators_further(model: nn.Module, plan: Plan) -> None:
+    further = headwise.plan(model, batches(), tolerance=0.05, choices=FEW, effort=BRIEF, transfer=12)
+    assert further.made["transfer"] == 12
+    moved = [key for key, x in further.fitted.items() if not torch.equal(x["a"], plan.fitted[key]["a"])]
+    chosen = {(site, head, c) for site, cs in plan.sites.items() for head, c in enumerate(cs) if c.kind == "near_far"}
+    assert not chosen or moved
+    drifts = [p.selection for p in further.curve]
+    assert drifts == sorted(drifts)
+
+
+def test_an_interrupted_transfer_goes_on(model: nn.Module, tmp_path: Path) -> None:
+    """With every head asked to be near_far there is more than one operator to train; none is trained twice."""
+    options = {"tolerance": 1.0, "choices": FEW[2:], "effort": BRIEF, "transfer": 5}
+    plain = headwise.plan(model, batches(), **options)
+    before = headwise.plan(model, batches(), **{**options, "transfer": 0})
+    single = [next(p for p in x.baselines if "near_far" in p.name) for x in (before, plain)]
+    assert single[0].selection != single[1].selection  # measured again with what was learned, not remembered
+    trained = []
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what.startswith("training"):
+            trained.append((done, total))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        headwise.plan(model, batches(), progress=interrupt, work=tmp_path, **options)
+    assert trained[0][0] == 1 < trained[0][1]
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.glob("fit-*.pt")}
+    again = headwise.plan(model, batches(), work=tmp_path, **options)
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    assert [(p.sites, p.selection, p.test) for p in again.curve] == [
+        (p.sites, p.selection, p.test) for p in plain.curve
+    ]
+    assert all(torch.equal(x, plain.fitted[key][name]) for key, own in again.fitted.items() for name, x in own.items())
+
+
+def test_work_of_other_texts_is_not_mixed_in(model: nn.Module, tmp_path: Path) -> None:
+    options = {"tolerance": 0.05, "choices": FEW, "effort": BRIEF, "work": tmp_path / "work"}
+    headwise.plan(model, batches(), **options)
+    with pytest.raises(InputError, match="other texts"):
+        headwise.plan(model, batches(count=8), **options)
+    with pytest.raises(InputError, match="other settings"):
+        headwise.plan(model, batches(), seed=1, **options)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write to"):
+        headwise.plan(model, batches(), **{**options, "work": tmp_path / "file" / "work"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_half_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    half = ALL["bert"]()[0].eval().to(dtype)
+    choices = [*FEW, Choice("toeplitz", {"reach": 4}), Choice("quadratic"), Choice("projected", {"rank": 4})]
+    found = headwise.plan(half, batches(), tolerance=0.5, choices=choices, effort=BRIEF)
+    assert all(torch.isfinite(x).all() for own in found.fitted.values() for x in own.values())
+    assert found.point is not None
+    assert found.point.cost < 1
+    new, _ = rewrite(half, found)
+    with torch.no_grad():
+        out = new(**batches()[0])[0]
+    assert out.dtype == dtype
+    assert torch.isfinite(out).all()
+
+
+def test_a_decoder_gets_causal_operators_and_is_judged_by_its_loss() -> None:
+    torch.manual_seed(0)
+    decoder = ALL["gpt2"]()[0].eval()
+    found = headwise.plan(decoder, batches(), tolerance=0.05, choices=FEW, effort=BRIEF)
+    assert found.measure == "loss"
+    with pytest.raises(InputError, match="is causal, but nystrom"):
+        headwise.plan(decoder, batches(), tolerance=0.05, choices=[Choice("nystrom", {"landmarks": 4})], effort=BRIEF)
+
+
+def test_the_examination_page_gets_a_view_of_the_plan(plan: Plan, model: nn.Module, tmp_path: Path) -> None:
+    from headwise.examination.examine import examine
+    from headwise.examination.report.page import add_plan, write
+
+    write(examine(model, batches()[:1]), tmp_path)
+    before = (tmp_path / "report.json").read_text()
+    page = add_plan(tmp_path, plan.to_dict()).read_text()
+    data = page.partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(data)["plan"]["sites"] == plan.to_dict()["sites"]
+    assert (tmp_path / "report.json").read_text() == before
+    other = {**plan.to_dict(), "model": {**plan.model, "class": "GPT2Model"}}
+    with pytest.raises(InputError, match="examined a BertModel, but the plan is for a GPT2Model"):
+        add_plan(tmp_path, other)
