@@ -7,7 +7,7 @@ of the heads' outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -153,4 +153,6 @@ def _flat(operator: Softmax) -> Softmax:
         return x.reshape(*(1,) * (4 - x.dim()), *x.shape)
 
     keep, bias = (None if x is None else four(x) for x in (s.keep, s.bias))
-    return Softmax(Scores(four(s.q), four(s.k), s.scale, s.ahead, keep, bias))
+    return Softmax(
+        Scores(four(s.q), four(s.k), s.scale, replace(s.mask, key_mask=None, pair_mask=keep, attn_bias=bias))
+    )

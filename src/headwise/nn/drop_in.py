@@ -100,9 +100,9 @@ def masks_from_torch(
         if key_padding_mask.dtype == torch.bool:
             given["key_mask"] = ~key_padding_mask
         else:
-            given["bias"] = key_padding_mask.unsqueeze(-2).unsqueeze(-2)  # (b, n) -> (b, 1, 1, n)
+            given["attn_bias"] = key_padding_mask.unsqueeze(-2).unsqueeze(-2)  # (b, n) -> (b, 1, 1, n)
             if key_padding_mask.dim() == 1:  # one sequence, no batch axis
-                given["bias"] = given["bias"].squeeze(0)
+                given["attn_bias"] = given["attn_bias"].squeeze(0)
     if attn_mask is not None:
         if attn_mask.dim() == 3:
             if attn_mask.shape[0] % heads:
@@ -114,7 +114,7 @@ def masks_from_torch(
         if attn_mask.dtype == torch.bool:
             given["pair_mask"] = ~attn_mask
         else:
-            given["bias"] = attn_mask + given["bias"] if "bias" in given else attn_mask
+            given["attn_bias"] = attn_mask + given["attn_bias"] if "attn_bias" in given else attn_mask
     return given
 
 

@@ -24,8 +24,8 @@ from headwise.operators.linear.nystrom import nystrom
 from headwise.operators.linear.projected import projected
 from headwise.operators.linear.projections import Dense
 from headwise.operators.linear.window_low_rank import window_low_rank
-from headwise.operators.relative.offset import look
-from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.relative.offset import offset
+from headwise.operators.relative.toeplitz import toeplitz_softmax
 from headwise.operators.softmax import softmax
 from headwise.operators.sparse.hashed import hashed, random_rotations
 from headwise.operators.sparse.window import window
@@ -152,7 +152,7 @@ def _uniform(options: Options, c: Call, own: Tensors) -> AttentionOperator:
 
 
 def _shift(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    return look(c.m, c.n, int(options["offset"]), like=c.q, keep=c.shared_keep)
+    return offset(c.m, c.n, int(options["offset"]), key_mask=c.shared_keep, device=c.q.device)
 
 
 def _offsets(c: Call) -> Tensor:
@@ -177,7 +177,7 @@ def _quadratic(options: Options, c: Call, own: Tensors) -> AttentionOperator:
 
 def _window(options: Options, c: Call, own: Tensors) -> AttentionOperator:
     width, first = int(options["width"]), min(int(options["first"]), c.n)
-    return window(c.q, c.k, width, tokens=first, scale=c.scale, causal=c.causal, key_mask=c.keep)
+    return window(c.q, c.k, width, leading=first, scale=c.scale, causal=c.causal, key_mask=c.keep)
 
 
 def _nystrom(options: Options, c: Call, own: Tensors) -> AttentionOperator:
@@ -212,13 +212,13 @@ def _window_low_rank(options: Options, c: Call, own: Tensors) -> AttentionOperat
     e, f = (_columns("window_low_rank", c, own[name]) for name in ("e", "f"))
     first = min(int(options["first"]), c.n)
     bias, width = own["bias"].to(c.q.dtype), int(options["width"])
-    return window_low_rank(c.q, c.k, width, e, f, bias, tokens=first, scale=c.scale, key_mask=c.keep)
+    return window_low_rank(c.q, c.k, width, e, f, bias, leading=first, scale=c.scale, key_mask=c.keep)
 
 
 def _near_far(options: Options, c: Call, own: Tensors) -> AttentionOperator:
     a, b, weight = (own[name].to(c.q.dtype) for name in ("a", "b", "c"))
     block, first = int(options["block"]), min(int(options["first"]), c.n - 1)
-    return near_far(c.q, c.k, a, b, weight, block=block, first=first, scale=c.scale, causal=c.causal, key_mask=c.keep)
+    return near_far(c.q, c.k, a, b, weight, block=block, leading=first, scale=c.scale, causal=c.causal, key_mask=c.keep)
 
 
 def _hashed(options: Options, c: Call, own: Tensors) -> AttentionOperator:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.operators.relative.offset import look
+from headwise.operators.relative.offset import offset as attend_at
 from headwise.replacement.choice import Choice
 from headwise.replacement.install.mixed_heads import Heads
 from headwise.testing import assert_operator
@@ -193,7 +193,7 @@ def test_shapes_that_disagree() -> None:
 def test_looking_at_one_place_keeps_the_contract(offset: int, padded: bool) -> None:
     keep = torch.arange(7) < torch.tensor([[7], [4]]) if padded else None
     assert_operator(
-        lambda x: look(7, 7, offset, like=x, keep=keep),
+        lambda x: attend_at(7, 7, offset, key_mask=keep),
         {"x": (1,)},
         lambda x: written_out(
             Choice("shift", {"offset": offset}),

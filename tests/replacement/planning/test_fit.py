@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headwise.operators.linear.near_far import near_far
-from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.relative.toeplitz import toeplitz_softmax
 from headwise.replacement import Choice
 from headwise.replacement.planning.capture import Attention
 from headwise.replacement.planning.fit import errors, fit, profile

@@ -5,7 +5,7 @@
                                                                                         (Dai et al. 2019)
 
 Absolute encodings are added to the input, so they need no code beyond the table p.  Relative ones become a query
-(a + u), a key c and a bias (a + v).r_d for `softmax(q, k, bias=...)`.  Encodings e_d are learned, sinusoidal, or the
+(a + u), a key c and attn_bias (a + v).r_d for `softmax`.  Encodings e_d are learned, sinusoidal, or the
 quadratic (|d|^2, d) of Cordonnier, Loukas & Jaggi 2020, whose scores with W_q = W_k = 0 are `quadratic` heads.
 """
 
@@ -86,7 +86,7 @@ def four_terms(a: Tensor, encodings: Tensor, index: Tensor, *, content: Tensor, 
     >>> offsets, index = differences((2, 3))
     >>> q, bias = four_terms(a, sinusoidal(offsets, 4), index, content=torch.zeros(4), place=torch.zeros(4))
     >>> from headwise.operators import softmax
-    >>> softmax(q, c, scale=1.0, bias=bias).shape
+    >>> softmax(q, c, scale=1.0, attn_bias=bias).shape
     torch.Size([6, 6])
     """
     same_kind("four_terms", a=a, encodings=encodings, content=content, place=place)

@@ -141,7 +141,7 @@ def rotated(grid: Sequence[int], centres: Tensor, precision: Tensor, *, keep: Te
     away = (cells[None, :] - cells[:, None]).to(centres.dtype) - centres[..., None, None, :]  # (*batch, n, n, D)
     bias = -((away @ precision.unsqueeze(-3)) * away).sum(-1) / 2
     zero = centres.new_zeros(n, 1)
-    return softmax(zero, zero, bias=bias, key_mask=keep) if bias.dim() == 2 else _batched(zero, bias, keep)
+    return softmax(zero, zero, attn_bias=bias, key_mask=keep) if bias.dim() == 2 else _batched(zero, bias, keep)
 
 
 def log_width(alpha: Tensor | float) -> Tensor:
@@ -152,7 +152,7 @@ def log_width(alpha: Tensor | float) -> Tensor:
 
 def _batched(zero: Tensor, bias: Tensor, keep: Tensor | None) -> Softmax:
     q = zero.expand(*bias.shape[:-2], *zero.shape)
-    return softmax(q, q, bias=bias, pair_mask=None if keep is None else keep.unsqueeze(-2))
+    return softmax(q, q, attn_bias=bias, pair_mask=None if keep is None else keep.unsqueeze(-2))
 
 
 def _deltas(

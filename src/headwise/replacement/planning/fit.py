@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headwise.operators._kernels.row_chunks import ENTRIES
+from headwise.operators._kernels.limits import SCORE_ENTRIES
 from headwise.replacement.choice import Choice
 from headwise.replacement.planning.capture import Attention
 
@@ -147,7 +147,7 @@ def profile(samples: Sequence[Attention], reach: int) -> Tensor:
     for sample in samples:
         h, n = sample.q.shape[1], sample.k.shape[-2]
         keys = sample.k if sample.k.shape[1] == h else sample.k.repeat_interleave(h // sample.k.shape[1], dim=1)
-        block = max(1, ENTRIES // (h * n))
+        block = max(1, SCORE_ENTRIES // (h * n))
         for b in range(sample.q.shape[0]):
             for start in range(0, n, block):
                 stop = min(n, start + block)
