@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
 
 def _rewrite_attention(options: argparse.Namespace) -> Any:
     from headwise.cli.progress import bar
-    from headwise.models.whole_model import load_whole
+    from headwise.models.load import load_model
     from headwise.replacement.install.saved import new_directory, save
     from headwise.replacement.plan import Plan
 
@@ -43,8 +43,11 @@ def _rewrite_attention(options: argparse.Namespace) -> Any:
         plan = Plan.load(options.plan)
         plan = plan if options.tolerance is None else plan.at(options.tolerance)
         with bar("loading", None, quiet=options.json):
-            loaded = load_whole(
-                options.model, allow_pickle=options.allow_pickle, trust_remote_code=options.trust_remote_code
+            loaded = load_model(
+                options.model,
+                with_head=True,
+                allow_pickle=options.allow_pickle,
+                trust_remote_code=options.trust_remote_code,
             )
         with bar("rewriting", None, quiet=options.json):
             from headwise.replacement.rewrite import rewrite
