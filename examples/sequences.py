@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from headwise.nn import Encoder, LearnedConvolution, LearnedProjection, PatchEmbedding, Recurrent, frames
+from headwise.nn import Encoder, LearnedConvolution, LearnedProjection, PatchEmbedding, Recurrent, frame_embedding
 from headwise.operators import efficient, factored, fixed, hashed, nystrom, projected, softmax, strided, window
 
 WIDTH, HEADS, DEPTH = 32, 4, 2
@@ -117,7 +117,7 @@ def main() -> None:
     if options.quick:
         x, y, options.epochs = x[:128], y[:128], 1
     embed: Callable[[], nn.Module] = (
-        (lambda: PatchEmbedding(1, (1, 1), WIDTH)) if options.task == "digits" else (lambda: frames(32, WIDTH))
+        (lambda: PatchEmbedding(1, (1, 1), WIDTH)) if options.task == "digits" else (lambda: frame_embedding(32, WIDTH))
     )
     tokens = embed()(x[:1]).shape[-2]
     made = encoders(tokens)
