@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.ledger.draws import draw, matrix, shown
 from headwise.ledger.entry import Entry, Finding, Outcome, rounding
 from headwise.nn.multihead import MultiHead
-from headwise.nn.taps import Taps
+from headwise.nn.relative_attention import ConvolutionGeometry
 from headwise.operators.relative.shift import Border, shift
 from headwise.theory.convolution import convolution_is_attention, encoding_costs, sharp_heads_are_shifts
 from headwise.theory.exponent import exponent
@@ -171,10 +171,8 @@ def strided() -> Finding:
 
 
 def whole_theorem() -> Finding:
-    taps = Taps(
-        channels=2, kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)), border="zeros", groups=1
-    )
-    return Finding(convolution_is_attention(taps, draw(4, 2, 3, 3), draw(4, seed=1), draw(1, 2, 6, 7, seed=2)))
+    geometry = ConvolutionGeometry(2, (3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)))
+    return Finding(convolution_is_attention(geometry, draw(4, 2, 3, 3), draw(4, seed=1), draw(1, 2, 6, 7, seed=2)))
 
 
 ENTRIES = (

@@ -163,4 +163,4 @@ class _Switched(nn.Module):
         if not isinstance(self.part, Residual):
             return self.part(x) + kept
         part, norm = self.part.part, self.part.norm  # an Encoder's: its norm comes before the part or after the sum
-        return part(norm(x)) + kept if self.part.pre else norm(part(x) + kept)
+        return part(norm(x)) + kept if self.part.norm_first else norm(part(x) + kept)
