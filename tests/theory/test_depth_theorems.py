@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from headwise.theory.residual import relative_residual, residual
 from torch import nn
 
 from headwise.errors import HeadwiseError
@@ -15,7 +16,6 @@ from headwise.nn import Encoder, MultiHead
 from headwise.operators import efficient
 from headwise.theory import paths
 from headwise.theory.collapse import SHRINKS, beta_of, collapse, collapse_curve, log_bound, log_bound_with_skips
-from headwise.theory.residual import relative_residual, residual
 from headwise.theory.stack import Layer, Stack, layer_of, random_stack
 
 

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from headwise.theory.exponent import exponent
+from headwise.theory.peak_memory import peak_bytes
 from torch import nn
 
 from headwise.errors import HeadwiseError
@@ -31,8 +33,6 @@ from headwise.theory.concentration import (
     sketch_size,
 )
 from headwise.theory.counterexamples import search
-from headwise.theory.exponent import exponent
-from headwise.theory.peak_memory import peak_bytes
 
 
 def test_search_finds_a_violation_where_there_is_one() -> None:
