@@ -15,7 +15,7 @@ from headwise.growth.statistics import LayerStatistics
 from headwise.growth.watch import Watch
 from headwise.nn import MultiHead, head_slices
 from headwise.operators.softmax import softmax
-from headwise.theory.peak_memory import peak_bytes
+from headwise.testing.counting import peak_bytes
 
 F64 = torch.float64
 B, N, WIDTH, HEADS = 3, 7, 6, 2
