@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headwise.cli.main import main
-from headwise.replacement.plan import Plan
+from headwise.replacement import Plan
 
 pytest.importorskip("transformers")
 

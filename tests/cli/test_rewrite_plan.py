@@ -11,15 +11,14 @@ from torch import nn
 
 from headwise.cli.main import main
 from headwise.models.fingerprint import fingerprint
-from headwise.replacement import Choice, load
-from headwise.replacement.plan import Plan
+from headwise.replacement import Choice, Plan, load
 from tests.models.tiny_models import ALL
 from tests.replacement.plans import describe
 
 transformers = pytest.importorskip("transformers")
 SOME = [
-    Choice("exact"),
-    Choice("window", {"width": 5, "first": 1}),
+    Choice("softmax"),
+    Choice("window", {"width": 5, "leading": 1}),
     Choice("toeplitz", {"reach": 4}),
     Choice("uniform"),
 ]
@@ -35,7 +34,7 @@ def plan_of(model: nn.Module, batch: dict, *, length: int = 40, choices: list[Ch
         for head, choice in enumerate(row)
         if choice.kind == "toeplitz"
     }
-    return Plan(about, length, 0.05, "cosine", each, fitted)
+    return Plan(about, length, each, fitted)
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ SITE = "encoder.layer.0.attention.self"
     [
         ({"sites": {SITE: [{"kind": "wndow"}] * 4}}, "wndow"),
         ({"sites": {SITE: [{"kind": "window", "size": 3}] * 4}}, "size"),
-        ({"sites": {SITE: [{"kind": "exact"}] * 3}}, "3"),
+        ({"sites": {SITE: [{"kind": "softmax"}] * 3}}, "3"),
         ({"length": 4096}, "the plan is for a length of 4096, but BertModel has 512 positions"),
     ],
 )

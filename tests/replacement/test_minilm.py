@@ -32,9 +32,9 @@ def minilm() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, dict(reader(TEXTS, padding=True, return_tensors="pt"))
 
 
-def test_exact_everywhere_is_the_model_itself(minilm) -> None:
+def test_softmax_everywhere_is_the_model_itself(minilm) -> None:
     model, batch = minilm
-    new, receipt = headwise.rewrite(model, plan_for(model, batch, [Choice("exact")], length=512))
+    new, receipt = headwise.rewrite(model, plan_for(model, batch, [Choice("softmax")], length=512))
     keep = batch["attention_mask"].bool()
     torch.testing.assert_close(states(new, batch)[keep], states(model, batch)[keep], rtol=1e-5, atol=1e-6)
     assert receipt.largest_change <= 1e-5
@@ -43,7 +43,12 @@ def test_exact_everywhere_is_the_model_itself(minilm) -> None:
 
 def test_padding_is_absence_and_files_are_bit_for_bit(minilm, tmp_path: Path) -> None:
     model, batch = minilm
-    some = [Choice("window", {"width": 9, "first": 1}), Choice("exact"), Choice("toeplitz"), Choice("window_low_rank")]
+    some = [
+        Choice("window", {"width": 9, "leading": 1}),
+        Choice("softmax"),
+        Choice("toeplitz"),
+        Choice("window_low_rank"),
+    ]
     new = shaken(headwise.rewrite(model, plan_for(model, batch, some, length=512))[0])
     keep = batch["attention_mask"].bool()
     alone = {name: x[1:, keep[1]] for name, x in batch.items()}

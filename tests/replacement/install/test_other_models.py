@@ -15,7 +15,7 @@ from headwise.models.intercept import InterceptionError
 from headwise.replacement import Choice
 from tests.replacement.plans import CAUSAL, SMALL, plan_for, written_out
 
-EXACT, WINDOW = Choice("exact"), Choice("window", {"width": 4, "first": 1})
+SOFTMAX, WINDOW = Choice("softmax"), Choice("window", {"width": 4, "leading": 1})
 N, WIDTH, HEADS = 11, 16, 2
 
 
@@ -46,7 +46,7 @@ def drawn(b: int = 2, n: int = N) -> Tensor:
 
 def test_exact_everywhere_is_the_model_itself() -> None:
     model, x = encoder(), drawn()
-    new, receipt = headwise.rewrite(model, plan_for(model, {"src": x}, [EXACT]), probe=x)
+    new, receipt = headwise.rewrite(model, plan_for(model, {"src": x}, [SOFTMAX]), probe=x)
     key_mask = torch.arange(N) >= torch.tensor([[N], [7]])
     square = nn.Transformer.generate_square_subsequent_mask(N)
     for options in ({}, {"src_key_padding_mask": key_mask}, {"mask": square}, {"mask": square, "is_causal": True}):
