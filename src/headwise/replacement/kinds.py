@@ -20,6 +20,7 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.errors import InputError, UnsupportedError
 from headwise.operators.base import AttentionOperator
+from headwise.operators.masks import Mask
 
 Options = Mapping[str, int | float]
 Tensors = dict[str, Tensor]
@@ -53,16 +54,14 @@ class HeadInputs:
 
     q                (b, h, m, k)
     k                (b, h, n, k), or fewer heads, each shared by consecutive heads of q
-    key_mask         (b, n), True = attend
-    causal           the last query attends to the last key: new queries are the last positions of a cache
+    mask             causality and padding: mask.causal, mask.key_mask (b, 1, n), True = attend
     padding_before   (b, 1), number of padding keys before the first real one, where padding could not be moved to the
                      end because queries are fewer than keys; only for kinds that count `from_first_key`
     """
 
     q: Tensor
     k: Tensor
-    key_mask: Tensor | None
-    causal: bool
+    mask: Mask
     scale: float
     padding_before: Tensor | None = None
 
@@ -75,9 +74,13 @@ class HeadInputs:
         return self.k.shape[-2]
 
     @property
-    def shared_key_mask(self) -> Tensor | None:
-        """(b, 1, n), for operators without a head axis of their own."""
-        return None if self.key_mask is None else self.key_mask.unsqueeze(-2)
+    def causal(self) -> bool:
+        return self.mask.causal
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        """(b, 1, n), True = attend; the same for all heads."""
+        return self.mask.key_mask
 
 
 @final
@@ -286,7 +289,7 @@ class Choice:
 def _cost(choice: Choice, n: int, width: int, causal: bool) -> Cost:
     zeros = torch.zeros(1, 1, n, width)
     tensors = {name: x.unsqueeze(0) for name, x in choice.initial(n, width).items()}
-    return choice.operator(HeadInputs(zeros, zeros, None, causal, 1.0), tensors).cost(width)
+    return choice.operator(HeadInputs(zeros, zeros, Mask(n, n, causal), 1.0), tensors).cost(width)
 
 
 def candidates(length: int, *, causal: bool, calibration_length: int, quick: bool = False) -> list[Choice]:

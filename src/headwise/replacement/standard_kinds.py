@@ -64,7 +64,7 @@ register_kind(
     "uniform",
     Kind(
         "the mean of the values",
-        lambda x, options, tensors: uniform(x.m, x.n, causal=x.causal, key_mask=x.shared_key_mask),
+        lambda x, options, tensors: uniform(x.m, x.n, causal=x.causal, key_mask=x.key_mask),
         causal=True,
         cached=True,
         cross_attention=True,
@@ -76,7 +76,7 @@ register_kind(
     "offset",
     Kind(
         "the key `offset` positions later, or the outermost one at the ends",
-        lambda x, options, tensors: look(x.m, x.n, int(options["offset"]), like=x.q, keep=x.shared_key_mask),
+        lambda x, options, tensors: look(x.m, x.n, int(options["offset"]), like=x.q, keep=x.key_mask),
         {"offset": KindOption(0)},
         candidates=lambda length, quick: [{"offset": offset} for offset in (-1, 0, 1)],
         causal=lambda options: options["offset"] <= 0,
@@ -96,7 +96,7 @@ def _offsets(x: HeadInputs) -> Tensor:
 
 def _by_offset(x: HeadInputs, logits: Tensor) -> AttentionOperator:
     logits = logits.to(x.q.dtype).unsqueeze(0)  # (1, h, m + n - 1)
-    return toeplitz_softmax(logits, x.m, x.n, causal=x.causal, key_mask=x.shared_key_mask)
+    return toeplitz_softmax(logits, x.m, x.n, causal=x.causal, key_mask=x.key_mask)
 
 
 def _toeplitz(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
@@ -122,7 +122,7 @@ def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:
                 scores = x.scale * (x.q[b, :, start:stop] @ keys[b].mT)
                 offset = torch.arange(x.n) - torch.arange(start, stop)[:, None]
                 hidden = offset > 0 if x.causal else torch.zeros_like(offset, dtype=torch.bool)
-                hidden = hidden if x.key_mask is None else hidden | ~x.key_mask[b]
+                hidden = hidden if x.key_mask is None else hidden | ~x.key_mask[b if len(x.key_mask) > 1 else 0]
                 place = (offset.clamp(-reach, reach) + reach).flatten()
                 p = torch.softmax(scores.masked_fill(hidden, -1e30), dim=-1).masked_fill(hidden, 0)
                 total.index_add_(1, place, p.flatten(1))
@@ -186,8 +186,7 @@ def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOpera
     # new queries against a cache that begins with padding: the leading keys differ from sequence to sequence
     i, j = torch.arange(x.n - x.m, x.n, device=x.q.device)[:, None], torch.arange(x.n, device=x.q.device)
     attended = (j <= i) & ((j > i - width) | (j < (x.padding_before + leading).unsqueeze(-1)))  # (b, m, n)
-    attended = attended & x.key_mask.unsqueeze(-2)
-    return softmax(x.q, x.k, scale=x.scale, pair_mask=attended.unsqueeze(1))
+    return softmax(x.q, x.k, scale=x.scale, key_mask=x.key_mask, pair_mask=attended.unsqueeze(1))
 
 
 def _near_far(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
@@ -211,7 +210,7 @@ def _start_near_far(options: Options, samples: Sequence[AttentionSample], genera
     rows = []
     for x in (sample.inputs for sample in samples):
         q = x.q.transpose(0, 1)
-        rows.append(q.flatten(1, 2) if x.key_mask is None else q[:, x.key_mask])
+        rows.append(q.flatten(1, 2) if x.key_mask is None else q[:, x.key_mask[:, 0].expand(x.q.shape[0], -1)])
     queries = torch.cat(rows, dim=1)  # (h, rows, k)
     if rank == 1:
         u = queries.mean(1, keepdim=True)

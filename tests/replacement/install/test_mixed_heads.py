@@ -186,7 +186,7 @@ def test_shapes_that_disagree() -> None:
     heads, q = fitted([Choice("softmax")] * 2), drawn(1, 3, N, WIDTH)
     with pytest.raises(ShapeError, match="axis 'h' must agree, but choices has 2, q has 3"):
         heads(q, q, q, scale=SCALE)
-    with pytest.raises(ShapeError, match="axis 'n' must agree, but keys has 13, key_mask has 12"):
+    with pytest.raises(ShapeError, match="key_mask has shape \\(1, 12\\), but there are n = 13 keys"):
         heads(q[:, :2], q[:, :2], q[:, :2], key_mask=torch.ones(1, 12, dtype=torch.bool), scale=SCALE)
 
 

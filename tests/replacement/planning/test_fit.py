@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from headwise.operators.linear.near_far import near_far
+from headwise.operators.masks import Mask
 from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
 from headwise.operators.uniform import uniform
 from headwise.replacement import AttentionSample, Choice, HeadInputs
@@ -20,7 +21,7 @@ def samples(operator, count: int = 4, n: int = 48, width: int = 8, heads: int = 
     result = []
     for _ in range(count):
         q, k, v = torch.randn(3, 1, heads, n, width, generator=SEED).unbind(0)
-        result.append(AttentionSample(HeadInputs(q, k, None, False, width**-0.5), v, operator(q, k)(v)))
+        result.append(AttentionSample(HeadInputs(q, k, Mask(n, n), width**-0.5), v, operator(q, k)(v)))
     return result
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.replacement.kinds import Choice, HeadInputs
 from headwise.shapes import same_axis
@@ -116,17 +117,16 @@ class MixedHeads(nn.Module):
 
         Causal is aligned to the bottom right: the last query attends to the last key, as with a cache.
         """
-        h, n = len(self.choices), k.shape[-2]
+        h, (m, n) = len(self.choices), (q.shape[-2], k.shape[-2])
         same_axis("MixedHeads", "h", choices=h, q=q.shape[1])
         if h % k.shape[1]:
             raise ShapeError(f"MixedHeads: axis 'h' must divide, but q has {h} heads and k has {k.shape[1]}")
-        if key_mask is not None:
-            same_axis("MixedHeads", "n", keys=n, key_mask=key_mask.shape[-1])
-        inputs = HeadInputs(q, k, key_mask, causal, scale)
-        padding = self._padding_before(key_mask)
+        mask = Mask.checked("MixedHeads", m, n, causal=causal, key_mask=key_mask, batch=(len(q), 1))
+        inputs = HeadInputs(q, k, mask, scale)
+        padding = self._padding_before(mask.key_mask)
         if padding is None:
             return self._run(inputs, v)
-        if q.shape[-2] != n:
+        if m != n:
             return self._run(replace(inputs, padding_before=padding), v)
         inputs, v, back = padding_last(inputs, v, padding)
         return along(self._run(inputs, v), back)
@@ -154,7 +154,7 @@ class MixedHeads(nn.Module):
         """(b, 1), number of padding keys before the first real one; None if it is zero or no choice depends on it."""
         if key_mask is None or not any(group.choice.definition.from_first_key for group in self._groups()):
             return None
-        padding = key_mask.int().argmax(-1, keepdim=True)
+        padding = key_mask[:, 0].int().argmax(-1, keepdim=True)
         return padding if torch.compiler.is_compiling() or bool(padding.any()) else None
 
     def _groups(self) -> list[HeadGroup]:
@@ -185,7 +185,7 @@ def softmax_attention(inputs: HeadInputs, v: Tensor) -> Tensor:
     if inputs.causal and m > 1 and (m != inputs.n or inputs.key_mask is not None):
         P = softmax(q, k, scale=inputs.scale, causal=True, key_mask=inputs.key_mask)
         return P(_repeat(v, q))
-    mask = None if inputs.key_mask is None else inputs.key_mask[:, None, None, :]
+    mask = None if inputs.key_mask is None else inputs.key_mask.unsqueeze(-2)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -202,8 +202,14 @@ def padding_last(inputs: HeadInputs, v: Tensor, padding: Tensor) -> tuple[HeadIn
     assert inputs.key_mask is not None
     position = torch.arange(inputs.n, device=v.device)
     forth, back = (position + padding) % inputs.n, (position - padding) % inputs.n
-    q, k, key_mask = along(inputs.q, forth), along(inputs.k, forth), inputs.key_mask.gather(-1, forth)
-    return replace(inputs, q=q, k=k, key_mask=key_mask), along(v, forth), back
+    key_mask = inputs.key_mask.expand(len(forth), 1, -1).gather(-1, forth.unsqueeze(1))
+    mask = replace(inputs.mask, key_mask=key_mask)
+    return replace(inputs, q=along(inputs.q, forth), k=along(inputs.k, forth), mask=mask), along(v, forth), back
+
+
+def is_padding_or_causal(mask: Mask) -> bool:
+    """Whether every kind of operator can take the mask; others are for softmax alone."""
+    return mask.pair_mask is None and mask.attn_bias is None
 
 
 def along(x: Tensor, index: Tensor) -> Tensor:

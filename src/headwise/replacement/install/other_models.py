@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise.errors import UnsupportedError
 from headwise.models.intercept import intercept, nothing_seen
 from headwise.models.sdpa_masks import read_call
-from headwise.replacement.install.mixed_heads import MixedHeads
+from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal
 from headwise.replacement.plan import Plan
 
 
@@ -61,10 +61,10 @@ class RewrittenModel(nn.Module):
 def _attend(site: str, heads: MixedHeads, call: tuple, options: dict) -> Tensor:
     assert heads.replaced is not None
     head, choice = heads.replaced
-    q, k, v, seen, scale = read_call(*call, **options)
-    if seen.full is not None:
+    q, k, v, mask, scale = read_call(*call, **options)
+    if not is_padding_or_causal(mask):
         raise UnsupportedError(
-            f"{site}: head {head} is {choice}, which does not support a mask of shape {tuple(seen.full.shape)} that is "
+            f"{site}: head {head} is {choice}, which does not support a mask (m = {mask.m}, n = {mask.n}) that is "
             "neither padding nor causal"
         )
     dropout = options.get("dropout_p", call[4] if len(call) > 4 else 0.0)
@@ -73,6 +73,6 @@ def _attend(site: str, heads: MixedHeads, call: tuple, options: dict) -> Tensor:
             f"{site}: head {head} is {choice}, which does not support attention dropout of {dropout:g}; call "
             "model.eval(), or build the model without attention dropout"
         )
-    out = heads(q, k, v, key_mask=seen.keep, causal=seen.causal, scale=scale)
+    out = heads(q, k, v, key_mask=mask.key_mask, causal=mask.causal, scale=scale)
     query = call[0] if call else options["query"]
     return out.reshape(*query.shape[:-1], out.shape[-1])

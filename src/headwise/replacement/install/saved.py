@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.models.load import Loaded, quietly, transformers_library
+from headwise.models.load import LoadedModel, quietly, save_preprocessor, transformers_library
 from headwise.replacement.install.other_models import RewrittenModel
 from headwise.replacement.install.transformers_models import PREFIX, VERSION, rewritten_class
 from headwise.replacement.plan import Plan
@@ -51,7 +51,7 @@ def load(directory: str | Path, *, model: nn.Module | None = None, **options: An
     return rewritten_class(base).from_pretrained(str(path), config=config, **options)
 
 
-def save(new: nn.Module, plan: Plan, directory: Path, loaded: Loaded | None = None) -> None:
+def save(new: nn.Module, plan: Plan, directory: Path, loaded: LoadedModel | None = None) -> None:
     """Write everything `load` needs, and the plan; with `loaded`, its tokenizer or processor too."""
     plan.save(directory)
     if isinstance(new, RewrittenModel):
@@ -61,9 +61,7 @@ def save(new: nn.Module, plan: Plan, directory: Path, loaded: Loaded | None = No
         return
     quietly(lambda: new.save_pretrained(directory))  # type: ignore[operator]
     if loaded is not None:
-        from headwise.models.whole_model import save_reader
-
-        save_reader(loaded, directory)
+        save_preprocessor(loaded, directory)
 
 
 def _load_weights(path: Path, model: nn.Module) -> nn.Module:

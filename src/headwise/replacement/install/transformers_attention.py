@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
-from headwise.models.sdpa_masks import Seen, read_mask
-from headwise.replacement.install.mixed_heads import MixedHeads, softmax_attention
+from headwise.operators.masks import Mask
+from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal, softmax_attention
 from headwise.replacement.kinds import HeadInputs
 
 NAME = "headwise"
@@ -58,18 +58,20 @@ def attention(
     heads = getattr(module, NAME, None)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
     flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    seen = read_mask(attention_mask, query.shape[-2], key.shape[-2], causal=flag)
+    read = Mask.from_transformers(attention_mask, flag, query.shape[-2], key.shape[-2])
     if heads is not None and heads.replaced is not None:
-        _check_supported(module, heads, seen, position_bias, dropout)
-        out = heads(query, key, value, key_mask=seen.keep, causal=seen.causal, scale=scale)
-    elif seen.full is None and position_bias is None and not dropout:
-        out = softmax_attention(HeadInputs(query, key, seen.keep, seen.causal, scale), value)
+        _check_supported(module, heads, read, position_bias, dropout)
+        out = heads(query, key, value, key_mask=read.key_mask, causal=read.causal, scale=scale)
+    elif is_padding_or_causal(read) and position_bias is None and not dropout:
+        out = softmax_attention(HeadInputs(query, key, read, scale), value)
     else:
+        biases = [bias for bias in (read.attn_bias, position_bias) if bias is not None]
+        biased = read.with_bias(sum(biases[1:], start=biases[0]) if biases else None)
         out = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=_dense_mask(seen, position_bias, query, key),
+            **biased.sdpa_arguments(query.dtype, query.device),
             dropout_p=dropout,
             scale=scale,
             enable_gqa=key.shape[1] != query.shape[1],
@@ -129,14 +131,14 @@ def mask(
 
 
 def _check_supported(
-    module: nn.Module, heads: MixedHeads, seen: Seen, position_bias: Tensor | None, dropout: float
+    module: nn.Module, heads: MixedHeads, mask: Mask, position_bias: Tensor | None, dropout: float
 ) -> None:
     """Raise UnsupportedError for what only softmax heads can do, naming a head that is not softmax."""
     assert heads.replaced is not None
-    if seen.full is not None:
+    if not is_padding_or_causal(mask):
         why = (
-            f"a mask of shape {tuple(seen.full.shape)} that is neither padding nor causal (or comes from a static "
-            "cache, or is built while compiling); pass a mask (b, n)"
+            f"a mask (m = {mask.m}, n = {mask.n}) that is neither padding nor causal (or comes from a static cache, or "
+            "is built while compiling); pass a mask (b, n)"
         )
     elif position_bias is not None:
         why = f"a position bias of shape {tuple(position_bias.shape)}; keep the heads of this model softmax"
@@ -146,15 +148,3 @@ def _check_supported(
         return
     head, choice = heads.replaced
     raise UnsupportedError(f"{type(module).__name__}: head {head} is {choice}, which does not support {why}")
-
-
-def _dense_mask(seen: Seen, bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """One mask (b, h, m, n) for the fused kernel, floating-point if there is a bias."""
-    mask, m, n = seen.full, q.shape[-2], k.shape[-2]
-    if mask is None and (seen.keep is not None or (seen.causal and m > 1)):
-        mask = torch.ones(1, 1, m, n, dtype=torch.bool, device=q.device)
-        mask = mask.tril(n - m) if seen.causal else mask
-        mask = mask if seen.keep is None else mask & seen.keep[:, None, None, :]
-    if bias is None or mask is None:
-        return mask if bias is None else bias
-    return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else mask + bias

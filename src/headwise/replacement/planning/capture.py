@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headwise.models.intercept import intercept, nothing_seen
 from headwise.models.run import run_model
 from headwise.models.sdpa_masks import as_four, read_call
-from headwise.replacement.install.mixed_heads import along, padding_last
+from headwise.replacement.install.mixed_heads import along, is_padding_or_causal, padding_last
 from headwise.replacement.kinds import AttentionSample, HeadInputs
 
 SiteRecording = tuple[str, Callable[[], list[list[AttentionSample]]]]
@@ -43,9 +43,9 @@ def find_sites(model: nn.Module, batch: Any) -> dict[str, AttentionSite]:
 
     def answer(name: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
         out = original(*call, **options)
-        q, k, v, seen, _ = read_call(*call, **options)
+        q, k, v, mask, _ = read_call(*call, **options)
         reason = None
-        if seen.full is not None:
+        if not is_padding_or_causal(mask):
             reason = "its mask is neither padding nor causal"
         elif q.shape[-2] != k.shape[-2]:
             reason = f"it has {q.shape[-2]} queries for {k.shape[-2]} keys, and plans are for self-attention"
@@ -56,7 +56,7 @@ def find_sites(model: nn.Module, batch: Any) -> dict[str, AttentionSite]:
             reason = "its module is used several times in a pass"
             sites[base] = replace(sites[base], skipped=reason)
         numbers = q.numel() + k.numel() + v.numel() + out.numel()
-        sites[name] = AttentionSite(name, q.shape[1], q.shape[-1], k.shape[-2], seen.causal, numbers, reason)
+        sites[name] = AttentionSite(name, q.shape[1], q.shape[-1], k.shape[-2], mask.causal, numbers, reason)
         return out
 
     with torch.no_grad(), intercept(model, answer=answer):
@@ -73,10 +73,10 @@ def capture(model: nn.Module, batches: Sequence[Any], names: Collection[str]) ->
     def answer(name: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
         out = original(*call, **options)
         if name in samples:
-            q, k, v, seen, scale = read_call(*call, **options)
+            q, k, v, mask, scale = read_call(*call, **options)
             dtype = torch.promote_types(q.dtype, torch.float32)
             q, k, v, output = (x.detach().to(dtype).contiguous() for x in (q, k, v, as_four(out)))
-            samples[name].append(_sample(HeadInputs(q, k, seen.keep, seen.causal, scale), v, output))
+            samples[name].append(_sample(HeadInputs(q, k, mask, scale), v, output))
         return out
 
     with torch.no_grad(), intercept(model, answer=answer):
@@ -87,9 +87,9 @@ def capture(model: nn.Module, batches: Sequence[Any], names: Collection[str]) ->
 
 def _sample(inputs: HeadInputs, v: Tensor, output: Tensor) -> AttentionSample:
     """With padding moved behind the real keys, because replacements count positions from the first real key."""
-    if inputs.key_mask is None or bool(inputs.key_mask[:, 0].all()):
+    if inputs.key_mask is None or bool(inputs.key_mask[..., 0].all()):
         return AttentionSample(inputs, v, output)
-    padding = inputs.key_mask.int().argmax(-1, keepdim=True)
+    padding = inputs.key_mask[:, 0].int().argmax(-1, keepdim=True).expand(len(v), 1)
     turned, v, _ = padding_last(inputs, v, padding)
     forth = (torch.arange(inputs.n, device=v.device) + padding) % inputs.n
     return AttentionSample(turned, v, along(output, forth))

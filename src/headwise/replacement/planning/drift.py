@@ -93,8 +93,8 @@ class DriftTrial:
         replacement = self._replacements.get(site)
         if replacement is None:
             return original(*call, **options)
-        q, k, v, seen, scale = read_call(*call, **options)
-        out = replacement(q, k, v, key_mask=seen.keep, causal=seen.causal, scale=scale)
+        q, k, v, mask, scale = read_call(*call, **options)
+        out = replacement(q, k, v, key_mask=mask.key_mask, causal=mask.causal, scale=scale)
         return out.reshape(*call[0].shape[:-1], out.shape[-1])
 
     def _run_unchanged(self, batch: Any) -> None:
