@@ -232,9 +232,7 @@ class Choice:
         """Raise UnsupportedError unless it may be used in a decoder."""
         if not self.causal:
             known = ", ".join(name for name, kind in KINDS.items() if kind.causal)
-            raise UnsupportedError(
-                f"{owner} is causal, but {self} attends to later keys; use one of {known} instead"
-            )
+            raise UnsupportedError(f"{owner} is causal, but {self} attends to later keys; use one of {known} instead")
 
     def initial(self, length: int, width: int) -> Tensors:
         """Learned tensors of one head before fitting, for sequences of up to `length` and heads of `width`."""

@@ -55,9 +55,7 @@ def test_each_kind_equals_its_twin_values_and_gradients(choice: Choice, causal: 
     inputs = [drawn(2, 2, N, WIDTH).requires_grad_() for _ in range(3)]
     fast = heads(*inputs, key_mask=key_mask, causal=causal, scale=SCALE)
     slow = expected(heads, *inputs, key_mask=key_mask, causal=causal)
-    real = (
-        slice(None) if key_mask is None else key_mask[:, None, :, None].expand_as(fast)
-    )
+    real = slice(None) if key_mask is None else key_mask[:, None, :, None].expand_as(fast)
     torch.testing.assert_close(fast[real], slow[real], rtol=1e-6, atol=1e-8)
     pull = drawn(*fast.shape) * (1 if key_mask is None else key_mask[:, None, :, None])
     leaves = [*inputs, *heads.parameters()]
