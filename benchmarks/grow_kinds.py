@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from benchmarks.grow_baselines import plain_truncation
 from headwise.growth.metric import root
 from headwise.growth.normal_equations import NormalMap, TokenSequence
 from headwise.growth.solve import alternate, truncate, unconstrained
+from headwise.operators.masks import Mask
 
 F64 = torch.float64
 
@@ -27,9 +29,9 @@ def kinds(seed: int = 0) -> dict[str, tuple[list[TokenSequence], list[Tensor]]]:
     mixing = torch.linalg.qr(randn(d, d))[0]
     spread = torch.logspace(0, 2, d, dtype=F64)
 
-    def sequence(x: Tensor, keep: Tensor | None = None, ahead: int | None = None) -> tuple[TokenSequence, Tensor]:
+    def sequence(x: Tensor, **mask: Any) -> tuple[TokenSequence, Tensor]:
         b = x @ truth @ x.mT
-        return TokenSequence(x, x, keep, ahead), b + 0.01 * b.square().mean().sqrt() * randn(*b.shape)
+        return TokenSequence(x, x, Mask(n, n, **mask)), b + 0.01 * b.square().mean().sqrt() * randn(*b.shape)
 
     made = {
         "one sequence, ill-conditioned": [sequence(randn(n, d) * spread @ mixing)],
@@ -40,10 +42,9 @@ def kinds(seed: int = 0) -> dict[str, tuple[list[TokenSequence], list[Tensor]]]:
         "sequences in different subspaces": [
             sequence(randn(n, 5) @ randn(5, d) + 0.05 * randn(n, d)) for _ in range(8)
         ],
-        "causal": [sequence(randn(n, d) * spread.sqrt() @ mixing, None, 0) for _ in range(8)],
+        "causal": [sequence(randn(n, d) * spread.sqrt() @ mixing, causal=True) for _ in range(8)],
         "padded": [
-            sequence(randn(n, d) * spread.sqrt() @ mixing, (torch.arange(n) < 12 + 2 * i).unsqueeze(0))
-            for i in range(8)
+            sequence(randn(n, d) * spread.sqrt() @ mixing, key_mask=torch.arange(n) < 12 + 2 * i) for i in range(8)
         ],
     }
     return {name: ([t for t, _ in data], [b for _, b in data]) for name, data in made.items()}

@@ -16,6 +16,7 @@ from headwise.growth.bottleneck import alignment, bottleneck, choose, score
 from headwise.growth.metric import METRICS, root, roots
 from headwise.growth.normal_equations import NormalMap, TokenSequence
 from headwise.growth.solve import alternate, named_solution, predicted_change, score_change, truncate, unconstrained
+from headwise.operators.masks import Mask
 
 F64 = torch.float64
 
@@ -55,7 +56,7 @@ def problem(
         z = present.product().requires_grad_()
         value = torch.stack([attention_loss(x, y, z[h], v, t[h], allowed) for h in range(g)]).sum()
         folds.append(-torch.autograd.grad(value, z)[0])
-    tokens = [TokenSequence(x, y, None, 0) for x, y, _, _ in data]
+    tokens = [TokenSequence(x, y, Mask(n, n, causal=True)) for x, y, _, _ in data]
     grams = [t.grams(centred=True) for t in tokens]
     gram_q = torch.stack([a for a, _ in grams]).sum(0) / (n * sequences)
     gram_k = torch.stack([c for _, c in grams]).mean(0)
@@ -165,7 +166,7 @@ def best_by_lbfgs(x: Tensor, b: Tensor, rank: int, starts: int = 4) -> float:
 @pytest.mark.parametrize("rank", [1, 3])
 def test_one_sequence_reaches_the_best_of_many_starts(seed: int, rank: int) -> None:
     x, b = one_sequence(seed)
-    normal = NormalMap([TokenSequence(x, x)], centred=False)
+    normal = NormalMap([TokenSequence(x, x, Mask(len(x), len(x)))], centred=False)
     z, iterations = unconstrained(normal, x.mT @ b @ x)
     assert iterations <= 2
     grown = truncate(z.unsqueeze(0), rank, *(root(g) for g in normal.means()))
@@ -178,14 +179,14 @@ def test_one_sequence_reaches_the_best_of_many_starts(seed: int, rank: int) -> N
 def test_rank_deficient_tokens_use_the_pseudo_inverse() -> None:
     x, b = one_sequence(5)
     x = torch.cat([x, x[:, :2] @ torch.randn(2, 3, dtype=F64)], 1)  # nine columns of rank six
-    normal = NormalMap([TokenSequence(x, x)], centred=False)
+    normal = NormalMap([TokenSequence(x, x, Mask(len(x), len(x)))], centred=False)
     z, _ = unconstrained(normal, x.mT @ b @ x)
     plus = torch.linalg.pinv(x)
     torch.testing.assert_close(x @ z @ x.mT, x @ plus @ b @ plus.mT @ x.mT)
     # more columns than rows: everything can be fitted
     wide = torch.randn(4, 9, dtype=F64)
     b = torch.randn(4, 4, dtype=F64)
-    z, _ = unconstrained(NormalMap([TokenSequence(wide, wide)], centred=False), wide.mT @ b @ wide)
+    z, _ = unconstrained(NormalMap([TokenSequence(wide, wide, Mask(4, 4))], centred=False), wide.mT @ b @ wide)
     torch.testing.assert_close(wide @ z @ wide.mT, b)
 
 
@@ -201,14 +202,14 @@ def test_the_normal_map_is_what_plain_torch_says() -> None:
     torch.manual_seed(0)
     x, y, z = (torch.randn(*shape, dtype=F64) for shape in ((6, 4), (7, 5), (4, 5)))
     masks = {
-        "none": (None, None, torch.ones(6, 7)),
-        "causal": (None, 1, torch.ones(6, 7).tril(1)),
-        "padded": (torch.arange(7).unsqueeze(0) < 5, None, (torch.arange(7) < 5).expand(6, 7)),
-        "dense": (torch.rand(6, 7) > 0.4, None, None),
+        "none": Mask(6, 7),
+        "causal": Mask(6, 7, causal=True),
+        "padded": Mask(6, 7, key_mask=torch.arange(7) < 5),
+        "dense": Mask(6, 7, pair_mask=torch.rand(6, 7) > 0.4),
     }
-    for keep, ahead, w in masks.values():
-        weights = (keep if w is None else w).double()
-        tokens = TokenSequence(x, y, keep, ahead)
+    for mask in masks.values():
+        weights = mask.rows(0, 6).double()
+        tokens = TokenSequence(x, y, mask)
         for centred in (False, True):
             s = weights * (x @ z @ y.mT)
             if centred:

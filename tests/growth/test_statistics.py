@@ -47,7 +47,7 @@ def appended(observed: ObservedPass, build: Callable[..., AttentionOperator], *,
 
     q' = [q | x_q], k' = [k | x Z^T] with Z = 0 a leaf: then Z.grad = -M.  `build(q, k)` makes P from q.k / sqrt(width).
     """
-    s = observed.operator.scores
+    s = observed.scores
     x, context = augmented(observed.x, bias), observed.context
     h, k = observed.values.shape[1], s.q.shape[-1]
     wide = k + x.shape[-1]

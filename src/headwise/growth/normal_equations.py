@@ -12,12 +12,15 @@ matrices: their part of N(Z) is approximated by sum_c count_c A_c Z C_c.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
 from torch import Tensor
+
+from headwise.operators.masks import Mask
 
 CHUNK = 1 << 20
 """Scores alive at once inside N; rows are taken in blocks so that no m x n tensor is formed for long sequences."""
@@ -28,32 +31,50 @@ STACK = 1 << 22
 LinearMap = Callable[[Tensor], Tensor]
 
 
+def visible_rows(mask: Mask, rows: Tensor) -> Tensor | None:
+    """The rows of a mask that `rows` lists, boolean (*batch, r, n); None when every query attends to every key."""
+    visible = None if mask.visible is None else take_rows(mask.visible, rows)
+    if mask.attn_bias is not None:
+        finite = take_rows(mask.attn_bias, rows) > -math.inf
+        visible = finite if visible is None else visible & finite
+    if mask.ahead is not None:
+        causal = torch.arange(mask.n, device=rows.device) <= rows[:, None] + mask.ahead
+        visible = causal if visible is None else visible & causal
+    return visible
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x (*batch, m, n) at the rows listed; x (*batch, 1, n) stays as it is."""
+    return x if x.shape[-2] == 1 else x.index_select(-2, rows)
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """One sequence: queries (m, d_q), keys (n, d_k); row i attends to column j where `keep` and `ahead` allow it.
+    """One sequence: queries (m, d_q), keys (n, d_k), and the mask of the sequence, without batch axes or bias.
 
-    `positions` of the stored query rows in the original sequence are what causality is about.  `query_bias` adds a
-    column of ones to the queries when they are used.
+    Where only some query rows are stored, `positions` are their indices in the mask.  `query_bias` adds a column of
+    ones to the queries when they are used.
     """
 
     queries: Tensor
     keys: Tensor
-    keep: Tensor | None = None  # boolean (1 or m, n)
-    ahead: int | None = None
-    positions: Tensor | None = None  # (m,), default 0 … m - 1
+    mask: Mask
+    positions: Tensor | None = None
     query_bias: bool = False
 
     @property
     def bytes(self) -> int:
-        parts = [self.keys, self.keep]
+        parts = [self.keys, self.mask.key_mask, self.mask.pair_mask]
         if self.queries.untyped_storage().data_ptr() != self.keys.untyped_storage().data_ptr():
             parts.append(self.queries)
         return sum(x.numel() * x.element_size() for x in parts if x is not None)
 
     def packed(self) -> TokenSequence:
         """The same without views, to be sent to other processes: a view would bring its whole batch along."""
-        return replace(self, queries=self.queries.clone(), keys=self.keys.clone())
+        pairs = None if self.mask.pair_mask is None else self.mask.pair_mask.clone()
+        mask = replace(self.mask, pair_mask=pairs)
+        return replace(self, queries=self.queries.clone(), keys=self.keys.clone(), mask=mask)
 
     def query_rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows of X in float64, with the column of ones if there is a query bias."""
@@ -62,15 +83,10 @@ class TokenSequence:
 
     def allowed(self, start: int, stop: int) -> Tensor | None:
         """Boolean (1 or stop - start, n), or None where every row attends to every key."""
-        keep = self.keep
-        if keep is not None and keep.shape[0] > 1:
-            keep = keep[start:stop]
-        if self.ahead is None:
-            return keep
-        device = self.keys.device
-        positions = torch.arange(len(self.queries), device=device) if self.positions is None else self.positions
-        causal = torch.arange(len(self.keys), device=device) <= positions[start:stop, None] + self.ahead
-        return causal if keep is None else causal & keep
+        rows = (
+            torch.arange(start, stop, device=self.keys.device) if self.positions is None else self.positions[start:stop]
+        )
+        return visible_rows(self.mask, rows)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Query rows in blocks of at most CHUNK scores, each with its mask."""
@@ -82,13 +98,13 @@ class TokenSequence:
     @property
     def separable(self) -> bool:
         """Whether every row attends to the same keys, so that N(Z) = A Z C exactly."""
-        return self.ahead is None and (self.keep is None or self.keep.shape[0] == 1)
+        return not self.mask.causal and (self.mask.pair_mask is None or len(self.mask.pair_mask) == 1)
 
     def grams(self, *, centred: bool) -> tuple[Tensor, Tensor]:
         """A = sum_i x_i x_i^T (d_q, d_q) and C = mean over rows i of sum_j y_j y_j^T (d_k, d_k), j the keys of i."""
         y, x = self.keys.double(), self.query_rows()
         if self.separable:
-            y = y if self.keep is None else y[self.keep[0]]
+            y = y if self.mask.visible is None else y[self.mask.visible[0]]
             y = y - y.mean(0) if centred else y
             return x.mT @ x, y.mT @ y
         counts, c = torch.zeros_like(y[:, 0]), torch.zeros(y.shape[1], y.shape[1], dtype=y.dtype, device=y.device)

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headwise.errors import NonFiniteError
-from headwise.growth.normal_equations import GramCluster, NormalMap, TokenSequence
-from headwise.growth.watch import CHUNK, ObservedPass, allowed_rows, augmented, score_gradients
+from headwise.growth.normal_equations import GramCluster, NormalMap, TokenSequence, visible_rows
+from headwise.growth.watch import CHUNK, ObservedPass, augmented, score_gradients
+from headwise.operators.masks import Mask
 
 CLUSTERS = 16
 
@@ -117,7 +118,7 @@ class LayerStatistics:
         x = x.flatten(0, 1)
         self.gram_q += (x.mT @ x).double()
         self.weight += live.sum()
-        if allowed_rows(observed.operator, rows[:1]) is None:
+        if visible_rows(observed.mask, rows[:1]) is None:
             y = y - y.mean(1, keepdim=True)
             y = (y * w.sum(1).sqrt()[:, None, None]).flatten(0, 1)
             self.gram_k += (y.mT @ y).double()
@@ -125,9 +126,10 @@ class LayerStatistics:
         b, n = y.shape[:2]
         columns, part = y.new_zeros(b, n), max(1, CHUNK // (b * n))
         for some, weights in zip(rows.split(part), w.split(part, 1), strict=True):
-            allowed = allowed_rows(observed.operator, some)
-            assert allowed is not None
-            a = allowed.any(1).to(y).expand(b, len(some), n)
+            visible = visible_rows(observed.mask, some)
+            assert visible is not None
+            a = visible.any(-3).to(y) if visible.dim() > 2 else visible.to(y)  # of any head
+            a = a.expand(b, len(some), n)
             columns += torch.einsum("br,brn->bn", weights, a)
             sums, counts = a @ y, a.sum(-1).clamp(min=1)
             sums = (sums * (weights / counts).sqrt().unsqueeze(-1)).flatten(0, 1)
@@ -136,23 +138,24 @@ class LayerStatistics:
         self.gram_k += (y.mT @ y).double()
 
     def _add_sequences(self, observed: ObservedPass, live: Tensor, bias: bool) -> None:
-        s = observed.operator.scores
-        self.biased |= s.bias is not None
-        all_live = live.all(1).tolist()
-        keep = None if s.keep is None else s.keep.reshape(*(1,) * (4 - s.keep.dim()), *s.keep.shape).any(1)
-        for i in range(len(observed.x)):
-            positions = live[i].nonzero().squeeze(-1)
-            if not len(positions):
+        m, causal, visible = observed.mask.m, observed.mask.causal, observed.mask.visible
+        self.biased |= observed.mask.attn_bias is not None
+        if visible is not None:
+            visible = visible.any(1)  # (b | 1, 1 | m, n): the keys of any head
+        for i, positions in enumerate(live):
+            if not bool(positions.any()):
                 continue
-            mask = None if keep is None else keep[i if len(keep) > 1 else 0]
-            if mask is not None and mask.shape[0] > 1:
-                mask = mask[positions]
-            y = observed.context[i]
-            if mask is not None and mask.shape[0] == 1 and s.ahead is None:
-                y, mask = y[mask[0]], None  # padding keys are dropped
-            # references to what the forward pass made, where possible: no copy, and queries are often the keys
-            x = observed.x[i] if all_live[i] else observed.x[i, positions]
-            self._store(TokenSequence(x, y, mask, s.ahead, None if s.ahead is None else positions, bias))
+            y, pairs = observed.context[i], None if visible is None else visible[i if len(visible) > 1 else 0]
+            if pairs is not None and len(pairs) == 1 and not causal:
+                y, pairs = y[pairs[0]], None  # padding keys are dropped
+            mask = Mask(m, len(y), causal, pair_mask=pairs)
+            if bool(
+                positions.all()
+            ):  # references to what the forward pass made: no copy, and queries are often the keys
+                self._store(TokenSequence(observed.x[i], y, mask, None, bias))
+            else:
+                rows = positions.nonzero().squeeze(-1)
+                self._store(TokenSequence(observed.x[i, rows], y, mask, rows, bias))
 
     def _store(self, tokens: TokenSequence) -> None:
         if self.used + tokens.bytes <= self.memory:

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
+from headwise.growth.normal_equations import take_rows, visible_rows
 from headwise.nn.attention_layer import Builder
 from headwise.nn.multihead import MultiHead
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.base import AttentionOperator
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import Softmax, softmax
 
 CHUNK = 1 << 21
@@ -35,11 +37,12 @@ PENDING = 16
 class ObservedPass:
     """One forward and backward pass of a batch through a layer.
 
-    x (b, m, d_e) makes the queries, context (b, n, d_c) the keys; values (b, h, n, d), outputs and their gradient
-    (b, h, m, d).
+    scores (b | 1, h, m, n) with their mask; x (b, m, d_e) makes the queries, context (b, n, d_c) the keys; values
+    (b, h, n, d), outputs and their gradient (b, h, m, d).
     """
 
-    operator: Softmax
+    scores: Scores
+    mask: Mask
     x: Tensor
     context: Tensor
     values: Tensor
@@ -56,34 +59,17 @@ def augmented(x: Tensor, bias: bool) -> Tensor:
     return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1) if bias else x
 
 
-def allowed_rows(operator: Softmax, rows: Tensor) -> Tensor | None:
-    """Boolean (b | 1, h | 1, r, n) for the query rows listed, or None when every query attends to every key."""
-    s = operator.scores
-    allowed = None if s.keep is None else _take(s.keep, rows)
-    if s.bias is not None:
-        finite = _take(s.bias, rows) > -math.inf
-        allowed = finite if allowed is None else allowed & finite
-    if s.ahead is not None:
-        causal = torch.arange(s.k.shape[-2], device=rows.device) <= rows[:, None] + s.ahead
-        allowed = causal if allowed is None else allowed & causal
-    return None if allowed is None else allowed.reshape(*(1,) * (4 - allowed.dim()), *allowed.shape)
-
-
-def _take(x: Tensor, rows: Tensor) -> Tensor:
-    return x if x.shape[-2] == 1 else x.index_select(-2, rows)
-
-
 def score_gradients(observed: ObservedPass, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """(part, D X): the query rows listed, block by block, and D_h X (b, h, r, d_k) for each block."""
-    s = observed.operator.scores
+    s, bias = observed.scores, observed.mask.attn_bias
     compute = torch.promote_types(observed.gradient.dtype, torch.float32)
     context, values, keys = (t.to(compute) for t in (observed.context, observed.values, s.k))
     b, h, n = values.shape[:3]
     for part in rows.split(max(1, CHUNK // (b * h * n))):
         scores = (s.q.index_select(-2, part).to(compute) * s.scale) @ keys.mT
-        if s.bias is not None:
-            scores = scores + _take(s.bias, part).to(compute)
-        allowed = allowed_rows(observed.operator, part)
+        if bias is not None:
+            scores = scores + take_rows(bias, part).to(compute)
+        allowed = visible_rows(observed.mask, part)
         if allowed is None:
             p = torch.softmax(scores, -1)
         else:  # a row without keys is zero, not NaN
@@ -200,7 +186,9 @@ class Watch:
         values, outputs, gradient = (
             heads.split(t).reshape(len(x), len(heads.sizes), t.shape[-2], -1) for t in (p.values, p.outputs, p.gradient)
         )
-        return ObservedPass(p.operator, x, context.expand(len(x), -1, -1), values, outputs, gradient)
+        return ObservedPass(
+            p.operator.scores, _mask(p.operator.scores), x, context.expand(len(x), -1, -1), values, outputs, gradient
+        )
 
     def close(self) -> None:
         """Restore the layer."""
@@ -224,3 +212,8 @@ def _flat(operator: Softmax) -> Softmax:
 
     keep, bias = (None if x is None else four(x) for x in (s.keep, s.bias))
     return Softmax(Scores(four(s.q), four(s.k), s.scale, s.ahead, keep, bias))
+
+
+def _mask(s: Scores) -> Mask:
+    m, n = s.shape[-2:]
+    return Mask(m, n, s.ahead is not None, pair_mask=s.keep, attn_bias=s.bias)
