@@ -51,7 +51,7 @@ def test_equals_a_loop_over_heads_in_value_and_gradient(widths: dict, cross: boo
         added = torch.randn(2, 3, 5, n, dtype=torch.float64)
         keep, key_mask = torch.rand(1, 3, 5, n) > 0.3, torch.rand(2, n) > 0.3
         keep[..., 0], key_mask[:, 0] = True, True
-        masks = {"bias": added, "pair_mask": keep, "key_mask": key_mask, "causal": True}
+        masks = {"attn_bias": added, "pair_mask": keep, "key_mask": key_mask, "causal": True}
         causal = torch.ones(5, n, dtype=torch.bool).tril(n - 5)
         added = added.masked_fill(~(keep & key_mask[:, None, None, :] & causal), -math.inf)
     fast = layer(x, context if cross else None, **masks)
