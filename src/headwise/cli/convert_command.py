@@ -97,7 +97,7 @@ def _print_receipt(receipt: Any, out: Path) -> None:
     from headwise.cli.tables import print_table
 
     title = f"{receipt.what}: {len(receipt.parts) or 1} convolutions are now attention"
-    headings = ("layer", "parameters", "multiply-adds before", "after", "largest change", "largest output")
+    headings = ("layer", "parameters", "multiply-adds", "after", "change", "output")  # the last two: largest values
     rows = [
         (
             "whole model" if part is receipt and receipt.parts else part.what,
