@@ -180,7 +180,7 @@ def test_compiles_whole_copies_and_runs_in_half_precision(widths: dict) -> None:
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(twin.to(dtype)(x.to(dtype), causal=True).float(), expected, rtol=0, atol=8 * eps)
         with torch.autocast("cpu", dtype):
-            out = layer(x, causal=True, bias=torch.zeros(5, 5))
+            out = layer(x, causal=True, attn_bias=torch.zeros(5, 5))
         assert out.dtype == dtype
         torch.testing.assert_close(out.float(), expected, rtol=0, atol=8 * eps)
 
@@ -229,8 +229,8 @@ X = torch.zeros(2, 5, 8)
             r"one mask per sequence is \(b, 1, m",
         ),
         (lambda: MultiHead(8, 2)(X, pair_mask=torch.ones(5, 4) > 0), ShapeError, r"mask has shape \(5, 4\)"),
-        (lambda: MultiHead(8, 2)(X, pair_mask=torch.ones(5, 5)), DtypeError, "mask must be boolean.*bias="),
-        (lambda: MultiHead(8, 2)(X, bias=torch.ones(5, 5) > 0), DtypeError, "bias is added to the scores"),
+        (lambda: MultiHead(8, 2)(X, pair_mask=torch.ones(5, 5)), DtypeError, "mask must be boolean.*attn_bias="),
+        (lambda: MultiHead(8, 2)(X, attn_bias=torch.ones(5, 5) > 0), DtypeError, "attn_bias must be floating point"),
         (lambda: MultiHead(8, 2)(X, key_mask=torch.ones(2, 4) > 0), ShapeError, r"key_mask has shape \(2, 4\)"),
         (lambda: MultiHead(8, 2)(X, key_mask=torch.ones(2, 5)), DtypeError, "key_mask must be boolean"),
     ],

@@ -95,7 +95,13 @@ class AttentionLayer(nn.Module, ABC):
         return self.out(self.value_heads.merge(operator(self.value_heads.split(self.value(context)))))
 
     def _checked(
-        self, q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, pair_mask: Tensor | None, bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        causal: bool,
+        key_mask: Tensor | None,
+        pair_mask: Tensor | None,
+        attn_bias: Tensor | None,
     ) -> dict[str, Any]:
         """Only the masks that are given, shaped for a builder: heads are an axis of P but not of a padding mask."""
         name, m, n = type(self).__name__, q.shape[-2], k.shape[-2]
@@ -104,7 +110,7 @@ class AttentionLayer(nn.Module, ABC):
         if key_mask is not None:
             _is_boolean(name, "key_mask", key_mask, "True = real")
             given["key_mask"] = broadcasts_to(name, "key_mask", key_mask, (*batch, n)).unsqueeze(-2)
-        for which, x in {"pair_mask": pair_mask, "bias": bias}.items():
+        for which, x in {"pair_mask": pair_mask, "attn_bias": attn_bias}.items():
             if x is None:
                 continue
             if x.dim() not in (2, len(batch) + 3):
@@ -115,9 +121,9 @@ class AttentionLayer(nn.Module, ABC):
                 )
             given[which] = broadcasts_to(name, which, x, (*batch, self.heads, m, n))
         if pair_mask is not None:
-            _is_boolean(name, "pair_mask", pair_mask, "True = may attend; an additive mask is passed as bias=")
-        if bias is not None and not bias.dtype.is_floating_point:
-            raise DtypeError(f"{name}: bias is added to the scores and must be floating point, but is {bias.dtype}")
+            _is_boolean(name, "pair_mask", pair_mask, "True = may attend; an additive mask is passed as attn_bias=")
+        if attn_bias is not None and not attn_bias.dtype.is_floating_point:
+            raise DtypeError(f"{name}: attn_bias must be floating point, but is {attn_bias.dtype}")
         return given
 
     def _check_input(self, name: str, x: Tensor, width: int, projection: nn.Linear) -> None:

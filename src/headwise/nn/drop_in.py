@@ -101,9 +101,9 @@ def masks_from_torch(
         if key_padding_mask.dtype == torch.bool:
             masks["key_mask"] = ~key_padding_mask
         else:
-            masks["bias"] = key_padding_mask.unsqueeze(-2).unsqueeze(-2)  # (b, n) -> (b, 1, 1, n)
+            masks["attn_bias"] = key_padding_mask.unsqueeze(-2).unsqueeze(-2)  # (b, n) -> (b, 1, 1, n)
             if key_padding_mask.dim() == 1:  # no batch axis
-                masks["bias"] = masks["bias"].squeeze(0)
+                masks["attn_bias"] = masks["attn_bias"].squeeze(0)
     if attn_mask is not None:
         if attn_mask.dim() == 3:
             if attn_mask.shape[0] % heads:
@@ -115,7 +115,7 @@ def masks_from_torch(
         if attn_mask.dtype == torch.bool:
             masks["pair_mask"] = ~attn_mask
         else:
-            masks["bias"] = attn_mask + masks["bias"] if "bias" in masks else attn_mask
+            masks["attn_bias"] = attn_mask + masks["attn_bias"] if "attn_bias" in masks else attn_mask
     return masks
 
 

@@ -74,15 +74,15 @@ class MultiHead(AttentionLayer):
         causal: bool = False,
         key_mask: Tensor | None = None,
         pair_mask: Tensor | None = None,
-        bias: Tensor | None = None,
+        attn_bias: Tensor | None = None,
     ) -> AttentionOperator:
         """The P (*batch, h, m, n) that `forward` applies to the values, for whoever wants to measure it.
 
-        `key_mask` (*batch, n), True = real; `pair_mask`, True = may attend, and `bias`, added to the scores: both (m, n) or
-        (*batch, h, m, n), where any axis may be 1.
+        `key_mask` (*batch, n) and `pair_mask`, True = attend; `attn_bias` is added to the scores.  The last two are
+        (m, n) or (*batch, h, m, n), where any axis may be 1.
         """
         keys_from, _ = self._sources(x, context)
-        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "bias": bias}
+        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "attn_bias": attn_bias}
         return self._operator(self.project_queries(x), keys_from, masks)
 
     def forward(
@@ -93,11 +93,11 @@ class MultiHead(AttentionLayer):
         causal: bool = False,
         key_mask: Tensor | None = None,
         pair_mask: Tensor | None = None,
-        bias: Tensor | None = None,
+        attn_bias: Tensor | None = None,
     ) -> Tensor:
         """(*batch, m, width) -> (*batch, m, out_width)"""
         keys_from, values_from = self._sources(x, context)
-        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "bias": bias}
+        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "attn_bias": attn_bias}
         return self.output(self._operator(self.project_queries(x), keys_from, masks), values_from)
 
     def _sources(self, x: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:

@@ -198,7 +198,7 @@ def _compare_gradients(
 
 
 def check_cost(case: Case) -> None:
-    """products <= multiply_adds <= products + sums, as `headwise.testing.counting` counts one apply; exact, no slack."""
+    """products <= multiply_adds <= products + sums, as `headwise.testing.counting` counts one apply; exact."""
     op = case.operator(torch.float32)
     for d in case.widths():
         v, u = _sides(op, d, torch.float32)
