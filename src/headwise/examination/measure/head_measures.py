@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from headwise.errors import InputError
 from headwise.examination.measure.spectra import HeadSpectrum
 from headwise.examination.measure.streaming import HeadSums
+from headwise.linalg import ranks
 
 WINDOWS = (1, 4, 16, 64)
 """Half-widths w of `mass_within_w`."""
@@ -59,9 +60,7 @@ class Measure:
     compute: Callable[[Any], Any]
 
     def to_dict(self) -> dict[str, Any]:
-        facts = asdict(self)
-        del facts["of"], facts["compute"]
-        return facts
+        return {name: value for name, value in vars(self).items() if name not in ("of", "compute")}
 
 
 MEASURES: dict[str, Measure] = {}
@@ -130,12 +129,7 @@ def measures_table() -> str:
     unusual=True,
 )
 def effective_rank(x: HeadSpectrum) -> float:
-    values, missing = x.values, x.full - len(x.values)
-    tail = max(0.0, x.frobenius_squared - values.square().sum().item())
-    if missing > 0 and tail > 0:  # the rest of the energy, spread evenly: an upper estimate
-        spread = min(math.sqrt(tail / missing), values[-1].item())
-        values = torch.cat([values, values.new_full((missing,), spread)])
-    return math.exp(torch.special.entr(values / values.sum()).sum().item())
+    return ranks.effective_rank_bounds(x.spectrum)[1].item()  # of a truncated spectrum, an upper bound
 
 
 @register_measure(
@@ -145,7 +139,7 @@ def effective_rank(x: HeadSpectrum) -> float:
     unit="directions",
 )
 def stable_rank(x: HeadSpectrum) -> float:
-    return x.frobenius_squared / x.values[0].item() ** 2
+    return ranks.stable_rank(x.spectrum).item()
 
 
 @register_measure(
@@ -178,14 +172,14 @@ def sigma_ratio(x: HeadSpectrum) -> float:
 
 
 def _energy(x: HeadSpectrum, r: int) -> float:
-    return 1.0 if r >= x.full else (x.values[:r].square().sum() / x.frobenius_squared).item()
+    return 1.0 if r >= x.spectrum.count else ranks.energy(x.spectrum)[r - 1].item()
 
 
 def _output_error(x: HeadSpectrum, r: int) -> float:
-    if r >= x.full:
+    if r >= x.spectrum.count:
         return 0.0
     # summed from the small end if all values are known: no cancellation where the error is small
-    remaining = x.output_shares[r:].sum().item() if x.exact else 1 - x.output_shares[:r].sum().item()
+    remaining = x.output_shares[r:].sum().item() if x.spectrum.exact else 1 - x.output_shares[:r].sum().item()
     return math.sqrt(max(0.0, remaining))
 
 

@@ -70,7 +70,7 @@ class _SiteMeasurement:
 
     def add_spectra(self, scores: Scores, output: Tensor, generator: torch.Generator | None) -> None:
         heads = spectra(scores, output, generator=generator)
-        self.spectral, self.spectra_exact = evaluate_spectra(heads), heads[0].exact
+        self.spectral, self.spectra_exact = evaluate_spectra(heads), heads[0].spectrum.exact
         self.leading = torch.stack([head.values[:LEADING] for head in heads])
 
     def add_projection(self, weight: Tensor) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.linalg.krylov import singular_vectors
+from headwise.linalg.spectrum import Spectrum
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.softmax import Softmax
 
@@ -32,11 +33,12 @@ LARGEST_RANK = 256
 class HeadSpectrum:
     """Singular values of P of one head on one text; the input of spectral measures."""
 
-    values: Tensor  # descending; all of them if exact, else the LARGEST_RANK leading ones
-    output_shares: Tensor  # ||u_i^T P V||^2 / ||P V||_F^2
-    frobenius_squared: float
-    full: int  # min(m, n): how many singular values P has
-    exact: bool
+    spectrum: Spectrum  # every singular value if exact, else the LARGEST_RANK leading ones and ||P||_F
+    output_shares: Tensor  # ||u_i^T P V||^2 / ||P V||_F^2 for each of them
+
+    @property
+    def values(self) -> Tensor:
+        return self.spectrum.values
 
 
 def spectra(scores: Scores, output: Tensor, *, generator: torch.Generator | None = None) -> list[HeadSpectrum]:
@@ -47,8 +49,10 @@ def spectra(scores: Scores, output: Tensor, *, generator: torch.Generator | None
     def decompose(head: int) -> HeadSpectrum:
         one = _head(scores, head)
         values, shares = _all_values(one, output[head]) if exact else _leading_values(one, output[head], generator)
-        squared = values.square().sum().item() if exact else Softmax(one).frobenius().item() ** 2
-        return HeadSpectrum(values, shares, squared, min(m, n), exact)
+        frobenius = values.square().sum().sqrt() if exact else Softmax(one).frobenius()
+        unknown = torch.full_like(values, torch.nan)
+        spectrum = Spectrum(values, unknown, unknown, exact, min(m, n), frobenius.double())
+        return HeadSpectrum(spectrum, shares)
 
     # beyond EXACT a head is a sequence of fused calls that use all threads themselves
     return _one_thread_each(decompose, h) if exact else [decompose(head) for head in range(h)]
