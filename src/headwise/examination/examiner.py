@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import base64
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from headwise.errors import InputError
-from headwise.examination.measure.observe import Measurement, Site, observe, sequence
+from headwise.examination.measure.observe import AttentionSite, Measurement, observe
 from headwise.examination.measure.streaming import CHUNK
 from headwise.examination.record import SCHEMA, Examination
-from headwise.examination.report import excerpt
+from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
 from headwise.models.fingerprint import check_weights, versions
-from headwise.models.intercept import Call, intercept, nothing_seen
-from headwise.models.run import run_model
-
-Batch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
+from headwise.models.run import Batch, eval_mode
+from headwise.outputs import atomic
 
 SPECTRA_EVERY = 8
-"""A spectrum costs some ten times a forward pass at 512 tokens; on every eighth batch it costs about as much as one."""
+"""A spectrum takes about ten forward passes at 512 tokens; on every eighth batch it takes about one per batch."""
 
 
 def examine(
@@ -34,136 +30,90 @@ def examine(
     batches: Iterable[Batch],
     *,
     name: str | None = None,
-    data: Mapping[str, Any] | None = None,
-    made: Mapping[str, Any] | None = None,
-    tokens: Callable[[Batch], list[list[str]]] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    token_names: Callable[[Batch], list[list[str]]] | None = None,
     spectra_every: int = SPECTRA_EVERY,
-    memory: int | None = None,
+    block_bytes: int | None = None,
     seed: int = 0,
-    work: Path | None = None,
+    partial_directory: Path | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Examination:
-    """Measure every head of `model` over `batches` (what the model takes: keyword tensors, a tuple, or one tensor).
+    """Measure every head of `model` over `batches`: keyword tensors, a sequence of tensors, or one tensor each.
 
-    tokens         what to show for each position of a batch, for the excerpt in the report
-    spectra_every  spectra are measured on the first batch and every so many after it
-    memory         bytes that blocks of P may take; the default keeps them in the cache
-    work           a directory where each batch's result is kept as soon as it is there; what it holds is not repeated
-    progress       called with the number of batches done
+    name               name of the model in the report; default: its class
+    inputs             where the batches came from, for the report
+    provenance         such as the command, for the report
+    token_names        strings for the positions of each sequence of a batch, for the excerpt in the report
+    spectra_every      spectra are measured on batches 0, spectra_every, 2 spectra_every ...; 0: never
+    block_bytes        memory that blocks of P may take; the default fits into the cache
+    partial_directory  existing directory that keeps the result of each batch; those it already holds are not measured
+                       again
+    progress           called with the number of batches done
 
-    With torch.distributed initialised, batches are dealt out over the processes and every one returns the whole result.
+    If torch.distributed is initialised, the processes share the batches and each returns the whole result.
     """
     check_weights(model)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    training = model.training
-    model.eval()
-    mine: dict[int, list[Measurement]] = {}
-    shown: dict[str, Any] = {}
-    try:
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    measured: dict[int, list[Measurement]] = {}
+    excerpt: dict[str, Any] = {}
+    # scores, exponentials, the padded block and temporaries: four floats for each entry of P
+    entries = CHUNK if block_bytes is None else max(1 << 12, block_bytes // 16)
+    with eval_mode(model):
         for index, batch in enumerate(batches):
             if index == 0 and rank == 0:
-                shown = _excerpt(model, batch, tokens)
-            if index % world == rank:
-                mine[index] = _one(model, batch, index, spectra_every, memory, seed, work)
+                excerpt = make_excerpt(model, batch, token_names)
+            if index % processes == rank:
+                file = None if partial_directory is None else partial_directory / f"batch-{index:06d}.pt"
+                if file is not None and file.exists():
+                    measured[index] = load_measurements(file)
+                else:
+                    measured[index] = observe(
+                        model,
+                        batch,
+                        with_spectra=spectra_every > 0 and index % spectra_every == 0,
+                        entries=entries,
+                        generator=torch.Generator().manual_seed(seed + index),
+                    )
+                    if file is not None:
+                        save_measurements(measured[index], file)
             if progress is not None:
                 progress(index + 1)
-    finally:
-        model.train(training)
-    done = _gather(mine) if world > 1 else mine
-    if not done:
+    if processes > 1:
+        measured = _gather(measured)
+    if not measured:
         raise InputError("no batches: give at least one text, image or recording")
-    measurements = [x for index in sorted(done) for x in done[index]]
-    result = summarise(
-        measurements,
+    return summarise(
+        [x for index in sorted(measured) for x in measured[index]],
         model=_describe(model, name),
-        data={"batches": len(done), **(data or {})},
-        made={"schema": SCHEMA, "seed": seed, "spectra_every": spectra_every, **versions(), **(made or {})},
+        inputs={"batches": len(measured), **(inputs or {})},
+        provenance={
+            "schema": SCHEMA,
+            "seed": seed,
+            "spectra_every": spectra_every,
+            **versions(),
+            **(provenance or {}),
+        },
+        excerpt=excerpt,
     )
-    return Examination(**{**_fields(result), "excerpt": shown})
 
 
-def _one(
-    model: nn.Module,
-    batch: Batch,
-    index: int,
-    spectra_every: int,
-    memory: int | None,
-    seed: int,
-    work: Path | None,
-) -> list[Measurement]:
-    kept = None if work is None else work / f"batch-{index:06d}.pt"
-    if kept is not None and kept.exists():
-        return load(kept)
-    found = observe(
-        model,
-        batch,
-        with_spectra=spectra_every > 0 and index % spectra_every == 0,
-        # scores, exponentials, the padded block and what autograd-free torch keeps in flight: four floats an entry
-        entries=CHUNK if memory is None else max(1 << 12, memory // 16),
-        generator=torch.Generator().manual_seed(seed + index),
-    )
-    if kept is not None:
-        save(found, kept)
-    return found
-
-
-def save(measurements: list[Measurement], path: Path) -> None:
-    """Written beside and renamed, so that a reader never sees half a file."""
+def save_measurements(measurements: list[Measurement], path: Path) -> None:
     rows = [{**vars(x), "sites": [asdict(site) for site in x.sites]} for x in measurements]
-    beside = path.with_suffix(f".{os.getpid()}.part")
-    torch.save(rows, beside)
-    beside.replace(path)
+    with atomic(path) as temporary:
+        torch.save(rows, temporary)
 
 
-def load(path: Path) -> list[Measurement]:
-    """What `save` wrote; tensors and plain values only."""
+def load_measurements(path: Path) -> list[Measurement]:
+    """What `save_measurements` wrote; only tensors and plain values are unpickled."""
     rows = torch.load(path, weights_only=True)
-    return [Measurement(**{**row, "sites": [Site(**site) for site in row["sites"]]}) for row in rows]
+    return [Measurement(**{**row, "sites": [AttentionSite(**site) for site in row["sites"]]}) for row in rows]
 
 
-def _gather(mine: dict[int, list[Measurement]]) -> dict[int, list[Measurement]]:
+def _gather(measured: dict[int, list[Measurement]]) -> dict[int, list[Measurement]]:
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
+    dist.all_gather_object(parts, measured)
     return {index: found for part in parts for index, found in part.items()}
-
-
-def _excerpt(model: nn.Module, batch: Batch, tokens: Callable[[Batch], list[list[str]]] | None) -> dict[str, Any]:
-    """Maps of every head on the first sequence of the first batch."""
-    first = _first(batch)
-    names: list[str] = []
-    lengths: list[tuple[int, int]] = []
-    means: list[Tensor] = []
-
-    def see(call: Call) -> None:
-        scores, _ = sequence(call, 0)
-        names.append(call.name)
-        lengths.append((scores.shape[-2], scores.shape[-1]))
-        means.append(excerpt.cell_means(scores))
-
-    with torch.no_grad(), intercept(model, see):
-        run_model(model, first)
-    if not names:
-        raise nothing_seen(model)
-    sites = [
-        {
-            "site": name,
-            "queries": m,
-            "keys": n,
-            "rows": image.shape[-2],
-            "columns": image.shape[-1],
-            "top": [float(f"{x:.4g}") for x in top.tolist()],
-            "maps": [base64.b64encode(head.contiguous().numpy().tobytes()).decode() for head in image],
-        }
-        for name, (m, n), (image, top) in zip(names, lengths, excerpt.images(means), strict=True)
-    ]
-    words = tokens(first)[0] if tokens is not None else []
-    return {"tokens": words, "sites": sites}
-
-
-def _first(batch: Batch) -> Batch:
-    if isinstance(batch, Mapping):
-        return {key: value[:1] if isinstance(value, Tensor) and value.dim() else value for key, value in batch.items()}
-    return batch[:1] if isinstance(batch, Tensor) else [value[:1] for value in batch]
 
 
 def _describe(model: nn.Module, name: str | None) -> dict[str, Any]:
@@ -174,7 +124,3 @@ def _describe(model: nn.Module, name: str | None) -> dict[str, Any]:
         "parameters": sum(weight.numel() for weight in weights),
         "dtype": str(weights[0].dtype).removeprefix("torch.") if weights else "none",
     }
-
-
-def _fields(x: Examination) -> dict[str, Any]:
-    return {name: getattr(x, name) for name in x.__dataclass_fields__}

@@ -94,7 +94,7 @@ def _switch_off(block: Any, *, skip: bool, mlp: bool) -> list[Any]:
 
 
 def _subtract_input(block: nn.Module, attention: nn.Module) -> list[Any]:
-    """The block adds its input to the output of the attention; subtract it there, so that the sum is attention alone."""
+    """The block adds its input to the attention's output; subtract it there, so that the sum is attention alone."""
     block_input: list[Tensor] = []
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> None:

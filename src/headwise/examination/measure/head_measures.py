@@ -227,9 +227,9 @@ for _name, _q, _words in (
     ("entropy_median", 0.5, "Half of the queries are sharper."),
     ("entropy_q90", 0.9, "A tenth of the queries are broader."),
 ):
-    register_measure(
-        of=HeadSums, name=_name, formula=f"quantile {_q:g} over i of H_i", meaning=_words, unit="nats"
-    )(lambda x, q=_q: x.entropy.sort(-1).values[:, (x.m - 1) // 2 if q == 0.5 else round(q * (x.m - 1))])
+    register_measure(of=HeadSums, name=_name, formula=f"quantile {_q:g} over i of H_i", meaning=_words, unit="nats")(
+        lambda x, q=_q: x.entropy.sort(-1).values[:, (x.m - 1) // 2 if q == 0.5 else round(q * (x.m - 1))]
+    )
 
 
 @register_measure(
@@ -256,9 +256,7 @@ def distance_to_uniform(x: HeadSums) -> Tensor:
     return (x.visible.clamp(min=1).log() - x.entropy).clamp(min=0).mean(-1)
 
 
-@register_measure(
-    of=HeadSums, formula="max_ij S_ij", meaning="The largest score before the softmax.", shown=True
-)
+@register_measure(of=HeadSums, formula="max_ij S_ij", meaning="The largest score before the softmax.", shown=True)
 def largest_score(x: HeadSums) -> Tensor:
     return x.largest_score
 
@@ -297,9 +295,7 @@ def sink_mass(x: HeadSums) -> Tensor:
     return x.received.amax(-1)
 
 
-@register_measure(
-    of=HeadSums, formula="argmax_j c_j", meaning="Position of the most attended key.", unit="position"
-)
+@register_measure(of=HeadSums, formula="argmax_j c_j", meaning="Position of the most attended key.", unit="position")
 def sink_position(x: HeadSums) -> Tensor:
     return x.received.argmax(-1)
 
@@ -327,7 +323,7 @@ for _w in WINDOWS:
         of=HeadSums,
         name=f"mass_within_{_w}",
         label=f"mass within ±{_w}",
-        formula=f"Σ_(|δ| ≤ {_w}) mass(δ), mass(δ) = mean_i P_(i, i+δ)",
+        formula=f"Σ_(−{_w} ≤ δ ≤ {_w}) mass(δ), mass(δ) = mean_i P_(i, i+δ)",
         meaning=f"Weight of keys at most {_w} token{'s' * (_w > 1)} away.",
         unit="share",
         shown=_w == 16,
@@ -339,7 +335,7 @@ for _w in WINDOWS:
 @register_measure(
     of=HeadSums,
     formula="Σ_δ δ mass(δ)",
-    meaning="Where the head looks relative to the query, on average; negative is before it.",
+    meaning="Mean offset from the query to the keys it attends to; negative is before it.",
     unit="tokens",
 )
 def offset_mean(x: HeadSums) -> Tensor:
@@ -349,7 +345,7 @@ def offset_mean(x: HeadSums) -> Tensor:
 @register_measure(
     of=HeadSums,
     formula="(Σ_δ δ² mass(δ) − offset_mean²)^½",
-    meaning="How far the attended keys lie apart.",
+    meaning="Standard deviation of that offset.",
     unit="tokens",
 )
 def offset_spread(x: HeadSums) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import CHUNK, HeadSums, Workspace, stream
-from headwise.models.intercept import Call, intercept, nothing_seen
+from headwise.models.intercept import AttentionCall, intercept, nothing_seen
 from headwise.models.run import Batch, blocks_of, hidden_states, run_model
 from headwise.operators._kernels.scores import Scores
 from headwise.shapes import filled
@@ -94,10 +94,10 @@ def observe(
     outputs: list[Tensor] = []
     workspace = Workspace(entries)
 
-    def see(call: Call) -> None:
+    def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
-        for b in range(call.scores.shape[0]):
+        for b in range(len(call.q)):
             scores, v = sequence(call, b)
             sums = stream(scores, v, workspace=workspace)
             measured = _SiteMeasurement(_site(call, blocks), sums)
@@ -133,36 +133,22 @@ def observe(
     return [_measurement(b, sites, states) for b, sites in sorted(by_sequence.items())]
 
 
-def _is_plain(call: Call) -> bool:
+def _is_plain(call: AttentionCall) -> bool:
     """Float32 with no mask but causality: the measured output is what the model would compute, to rounding."""
-    s = call.scores
-    return s.q.dtype == torch.float32 == call.v.dtype and s.keep is None and s.bias is None and (s.ahead or 0) >= 0
+    mask = call.mask
+    unmasked = mask.visible is None and mask.attn_bias is None and (mask.ahead or 0) >= 0
+    return call.q.dtype == torch.float32 == call.v.dtype and unmasked
 
 
-def sequence(call: Call, b: int) -> tuple[Scores, Tensor]:
-    """Sequence b of the call without its padding: keys that no query may see, and those queries in self-attention."""
-    s, m, n = call.scores, call.scores.shape[-2], call.scores.shape[-1]
-    q, k, v = s.q[b], s.k[b], call.v[b]
-    keep, bias = _of(s.keep, b), _of(s.bias, b)
-    if keep is not None:
-        real = keep.any(dim=-2).any(dim=0)
-        if not bool(real.all()):
-            rows = real if call.kind == "self" and m == n else torch.ones(m, dtype=torch.bool)
-            q, k, v = q[:, rows], k[:, real], v[:, real]
-            keep, bias = _cut(keep, rows, real), _cut(bias, rows, real)
-            keep = None if keep is None or bool(keep.all()) else keep
-    return Scores(q, k, s.scale, s.ahead, keep, bias), v
-
-
-def _of(x: Tensor | None, b: int) -> Tensor | None:
-    return None if x is None else x[b if x.shape[0] > 1 else 0]
-
-
-def _cut(x: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
-    if x is None:
-        return None
-    x = x[..., columns] if x.shape[-1] > 1 else x
-    return x[:, rows] if x.shape[-2] > 1 else x
+def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
+    """Scores and values of sequence b without padding: keys that no query attends to, and the same queries."""
+    q, k, v, mask = call.q[b], call.k[b], call.v[b], call.mask.index(b)
+    if mask.visible is not None:
+        keys = mask.visible.any(dim=-2).any(dim=0)
+        if not bool(keys.all()):
+            queries = keys if call.kind == "self" and mask.m == mask.n else torch.ones(mask.m, dtype=torch.bool)
+            q, k, v, mask = q[:, queries], k[:, keys], v[:, keys], mask.select(queries, keys)
+    return Scores(q, k, call.scale, mask.ahead, mask.visible, mask.attn_bias), v
 
 
 def _project(unprojected: list[_SiteMeasurement], weight: Tensor) -> None:
@@ -221,9 +207,7 @@ def _layer_measures(x: Tensor) -> dict[str, float]:
     }
 
 
-def _measurement(
-    b: int, sites: list[_SiteMeasurement], states: dict[str, list[dict[str, float]]]
-) -> Measurement:
+def _measurement(b: int, sites: list[_SiteMeasurement], states: dict[str, list[dict[str, float]]]) -> Measurement:
     numbers = {}
     for name in {name: None for measured in sites for name in measured.numbers}:
         # a measure that one site lacks, such as the contribution without an output projection, is NaN there
@@ -231,8 +215,8 @@ def _measurement(
             [x.numbers.get(name, torch.full((x.site.heads,), torch.nan, dtype=torch.float64)) for x in sites]
         )
     layers = [rows[b if len(rows) > b else 0] for rows in states.values()]
-    with_spectra = bool(sites[0].spectral)
     width = max(x.leading.shape[-1] for x in sites)
+    leading = torch.cat([filled(x.leading, (0, width - x.leading.shape[-1])) for x in sites])
     return Measurement(
         sites=[x.site for x in sites],
         lengths=[x.lengths for x in sites],
@@ -245,17 +229,15 @@ def _measurement(
         },
         blocks=list(states),
         spectral={name: torch.cat([x.spectral[name] for x in sites]) for name in sites[0].spectral},
-        leading=torch.cat([filled(x.leading, (0, width - x.leading.shape[-1])) for x in sites]) if with_spectra else None,
+        leading=leading if sites[0].spectral else None,
         spectra_exact=all(x.spectra_exact for x in sites),
     )
 
 
-def _site(call: Call, blocks: dict[str, nn.Module]) -> AttentionSite:
-    s = call.scores
-    owner = next((block for block in blocks if call.name == block or call.name.startswith(block + ".")), None)
-    return AttentionSite(
-        call.name, call.kind, call.causal, s.shape[-3], call.groups, s.q.shape[-1], call.v.shape[-1], owner
-    )
+def _site(call: AttentionCall, blocks: dict[str, nn.Module]) -> AttentionSite:
+    block = next((block for block in blocks if call.site == block or call.site.startswith(block + ".")), None)
+    h, key_width, value_width = call.q.shape[1], call.q.shape[-1], call.v.shape[-1]
+    return AttentionSite(call.site, call.kind, call.causal, h, call.groups, key_width, value_width, block)
 
 
 def _redundancy(samples: list[Tensor]) -> Tensor:

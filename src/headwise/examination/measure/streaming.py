@@ -23,7 +23,7 @@ from torch import Tensor
 from headwise.operators._kernels.scores import Scores
 
 CHUNK = 1 << 19
-"""Entries of P held at once, over all heads: larger blocks do not fit the cache, smaller ones do not occupy all threads."""
+"""Entries of P held at once, over all heads: larger blocks leave the cache, smaller ones leave threads idle."""
 
 REACH = 64
 """Largest offset |j - i| of the profile."""

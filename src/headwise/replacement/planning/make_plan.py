@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.models.fingerprint import check_weights, digest, fingerprint
+from headwise.models.fingerprint import check_weights, fingerprint
 from headwise.replacement.choice import EXACT, Choice
 from headwise.replacement.install.mixed_heads import Heads
 from headwise.replacement.plan import Plan, Point, Sites, each
@@ -128,7 +128,7 @@ class _Making:
         self.price = price
         self.prices = self._prices()
         settings = [seed, self.length, effort.steps, effort.texts, *map(str, self.choices)]
-        self.memory = Memory(work, fingerprint(model, {"settings": settings, "texts": digest(batches)}))
+        self.memory = Memory(work, fingerprint(model, {"settings": settings}, batches))
         self.stage = ""  # goes before what is remembered of whole plans: their tensors change once, by transfer
 
     def run(self, tolerance: float, more: int, name: str, made: Mapping[str, Any]) -> Plan:
