@@ -37,18 +37,18 @@ def toy_measures() -> Iterator[None]:
     @register_measure(
         of=HeadSums,
         label="weight of the last key",
-        formula="mean_i P_in",
-        meaning="How much goes to the last key.",
         unit="share",
         shown=True,
         compared=True,
         unusual=True,
     )
     def last_key(x: HeadSums) -> Tensor:
+        """mean_i P_in: how much goes to the last key."""
         return x.received[:, -1]
 
-    @register_measure(of=HeadSpectrum, formula="σ₃", meaning="The third singular value.")
+    @register_measure(of=HeadSpectrum)
     def sigma_3(x: HeadSpectrum) -> float:
+        """σ_3: the third singular value."""
         return x.values[2].item()
 
     yield
@@ -77,7 +77,7 @@ def test_a_registered_measure_is_in_json_page_comparison_and_table() -> None:
     change = compare_examinations(facts, other).heads[0]
     assert (change.measure, change.head) == ("last_key", facts["records"][5]["head"])
 
-    assert "`last_key` | mean_i P_in | share | How much goes to the last key." in measures_table()
+    assert "`last_key` | mean_i P_in | share | how much goes to the last key." in measures_table()
 
 
 @pytest.mark.usefixtures("toy_measures")
@@ -94,9 +94,11 @@ def test_a_registered_measure_counts_for_unusual_heads() -> None:
     assert changed in unusual_heads(records, 3)
 
 
-def test_a_name_is_registered_once() -> None:
+def test_a_name_is_registered_once_and_with_a_definition() -> None:
     with pytest.raises(InputError, match="there is a measure 'entropy' already"):
-        register_measure(of=HeadSums, formula="", meaning="")(MEASURES["entropy"].compute)
+        register_measure(of=HeadSums)(MEASURES["entropy"].compute)
+    with pytest.raises(InputError, match="'undocumented' needs a docstring 'formula: meaning'"):
+        register_measure(of=HeadSums, name="undocumented", definition="no meaning")(MEASURES["entropy"].compute)
 
 
 def test_the_documentation_lists_every_measure() -> None:

@@ -34,7 +34,7 @@ const MEASURES = Object.fromEntries([
   { name: "stability", label: "stability of the kind over texts", shown: true, formula: "share of texts with this kind", meaning: "1 if the head has the same kind on every text." },
 ].map((x) => [x.name, x]));
 const label = (name) => MEASURES[name].label + (MEASURES[name].unit ? ` (${MEASURES[name].unit})` : "");
-const explanation = (name) => `${MEASURES[name].formula}. ${MEASURES[name].meaning}`;
+const explanation = (name) => `${MEASURES[name].formula}: ${MEASURES[name].meaning}`;
 
 let chosen = 0, measure = "kind";
 const value = (record, name) =>
