@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.examination.measure.observe import AttentionSite, Measurement, observe
+from headwise.examination.measure.observe import ExaminedSite, Measurement, observe
 from headwise.examination.measure.streaming import CHUNK
 from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
@@ -107,7 +107,7 @@ def save_measurements(measurements: list[Measurement], path: Path) -> None:
 def load_measurements(path: Path) -> list[Measurement]:
     """What `save_measurements` wrote; only tensors and plain values are unpickled."""
     rows = torch.load(path, weights_only=True)
-    return [Measurement(**{**row, "sites": [AttentionSite(**site) for site in row["sites"]]}) for row in rows]
+    return [Measurement(**{**row, "sites": [ExaminedSite(**site) for site in row["sites"]]}) for row in rows]
 
 
 def _gather(measured: dict[int, list[Measurement]]) -> dict[int, list[Measurement]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.models.adopted_attention import adopt
 from headwise.models.inputs import Inputs, max_positions
 from headwise.models.intercept import AttentionCall, InterceptionError, intercept
 from headwise.models.load import LoadedModel, load_model
@@ -23,6 +24,7 @@ __all__ = [
     "Left",
     "LoadedModel",
     "Receipt",
+    "adopt",
     "attention",
     "intercept",
     "load_model",

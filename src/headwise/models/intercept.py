@@ -52,12 +52,13 @@ def read_sdpa(
     enable_gqa: bool = False,
 ) -> SdpaArguments:
     """Read a call: read_sdpa(*args, **kwargs) for scaled_dot_product_attention(*args, **kwargs)."""
-    q, k, v = (_four_axes(x) for x in (query, key, value))
+    q, k, v = (four_axes(x) for x in (query, key, value))
     mask = Mask.from_sdpa(attn_mask, is_causal, q.shape[-2], k.shape[-2], device=q.device)
     return SdpaArguments(q, k, v, mask, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
 
 
-def _four_axes(x: Tensor) -> Tensor:
+def four_axes(x: Tensor) -> Tensor:
+    """x as (b, h, rows, width)."""
     return x.reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x.reshape(*(1,) * (4 - x.dim()), *x.shape)
 
 

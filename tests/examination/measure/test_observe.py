@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise.examination.measure.head_measures import evaluate_spectra
 from headwise.examination.measure.observe import Measurement, observe
 from headwise.models import attention, intercept
-from headwise.theory.residual import relative_residual
+from headwise.theory.collapse import relative_residual
 from tests.models.tiny_models import ALL, TRANSFORMERS, sharpen
 
 

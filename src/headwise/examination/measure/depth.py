@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from headwise.examination.measure.path_lengths import by_length
 from headwise.examination.record import Examination
 from headwise.models.run import Batch, blocks_of, first_sequence, hidden_states, in_double, run_model
-from headwise.theory.residual import relative_residual
+from headwise.theory.collapse import relative_residual
 
 CURVES = ("all", "no attention skip", "no MLP", "pure attention")
 

@@ -28,7 +28,7 @@ LEADING = 64
 
 
 @dataclass(frozen=True)
-class AttentionSite:
+class ExaminedSite:
     """One place of the model that computes attention: a row of the map of heads."""
 
     name: str
@@ -45,7 +45,7 @@ class AttentionSite:
 class Measurement:
     """Measures of one sequence: (heads of all sites in order,) each; layers are (blocks + 1,)."""
 
-    sites: list[AttentionSite]
+    sites: list[ExaminedSite]
     lengths: list[tuple[int, int]]  # (m, n) of every site
     numbers: dict[str, Tensor]
     profile: Tensor
@@ -60,7 +60,7 @@ class Measurement:
 class _SiteMeasurement:
     """One call on one sequence; nothing in it grows with the length of the text."""
 
-    def __init__(self, site: AttentionSite, sums: HeadSums) -> None:
+    def __init__(self, site: ExaminedSite, sums: HeadSums) -> None:
         self.site, self.lengths = site, (sums.m, sums.n)
         self.numbers, self.profile, self.sampled_rows = evaluate(sums), sums.profile(), sums.sampled_rows
         self.output_gram = sums.output.mT @ sums.output
@@ -234,10 +234,10 @@ def _measurement(b: int, sites: list[_SiteMeasurement], states: dict[str, list[d
     )
 
 
-def _site(call: AttentionCall, blocks: dict[str, nn.Module]) -> AttentionSite:
+def _site(call: AttentionCall, blocks: dict[str, nn.Module]) -> ExaminedSite:
     block = next((block for block in blocks if call.site == block or call.site.startswith(block + ".")), None)
     h, key_width, value_width = call.q.shape[1], call.q.shape[-1], call.v.shape[-1]
-    return AttentionSite(call.site, call.kind, call.causal, h, call.groups, key_width, value_width, block)
+    return ExaminedSite(call.site, call.kind, call.causal, h, call.groups, key_width, value_width, block)
 
 
 def _redundancy(samples: list[Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from headwise.models.intercept import SdpaArguments, read_sdpa
 from headwise.models.run import Batch, blocks_of, first_sequence, in_double, map_batch, run_model
-from headwise.theory.residual import relative_residual
+from headwise.theory.collapse import relative_residual
 
 EXACT = 1e-6
 """Largest relative difference between the sum of all paths and the network's own output that counts as equal."""
