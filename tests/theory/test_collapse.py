@@ -102,7 +102,7 @@ def test_tokens_that_are_equal_stay_under_the_bound() -> None:
 @pytest.mark.parametrize("pre", [True, False])
 def test_collapse_curve_switches_skips_and_mlps(pre: bool) -> None:
     torch.manual_seed(0)
-    encoder = Encoder(48, 12, 12, pre=pre)
+    encoder = Encoder(48, 12, 12, norm_first=pre)
     before = {name: x.clone() for name, x in encoder.state_dict().items()}
     x = gaussian(24, 48)
     curves = {(skip, mlp): collapse_curve(encoder, x, skip=skip, mlp=mlp) for skip in (0, 1) for mlp in (0, 1)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, matrix, rounding, shown
 from headwise.nn.multihead import MultiHead
-from headwise.nn.taps import Taps
+from headwise.nn.relative_attention import ConvolutionGeometry
 from headwise.operators.relative.shift import Border, shift
 from headwise.theory.complexity import exponent
 from headwise.theory.convolution import convolution_is_attention, encoding_costs, sharp_heads_are_shifts
@@ -203,10 +203,10 @@ def sign_of_the_shift() -> Finding:
     "Tested as a module, with bias.",
 )
 def whole_theorem() -> Finding:
-    taps = Taps(
+    geometry = ConvolutionGeometry(
         channels=2, kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)), border="zeros", groups=1
     )
-    return Finding(convolution_is_attention(taps, draw(4, 2, 3, 3), draw(4, seed=1), draw(1, 2, 6, 7, seed=2)))
+    return Finding(convolution_is_attention(geometry, draw(4, 2, 3, 3), draw(4, seed=1), draw(1, 2, 6, 7, seed=2)))
 
 
 def _by_shifts(

@@ -178,4 +178,4 @@ class _Switched(nn.Module):
         if not isinstance(self.part, Residual):
             return self.part(x) + skipped
         part, norm = self.part.part, self.part.norm  # of an Encoder: the norm is before the part or after the sum
-        return part(norm(x)) + skipped if self.part.pre else norm(part(x) + skipped)
+        return part(norm(x)) + skipped if self.part.norm_first else norm(part(x) + skipped)
