@@ -91,13 +91,13 @@ class Case:
         except Exception as error:
             raise ContractError(f"{self.name}: {name}: raised {type(error).__name__}: {error}") from error
 
-    def agree(self, what: str, found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
-        if found.shape != expected.shape:
-            raise ContractError(f"{self.name}: {what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
-        if not found.isfinite().all():
-            raise ContractError(f"{self.name}: {what}: {int((~found.isfinite()).sum())} entries are not finite")
-        found, expected = found.detach().double(), expected.detach().double()
-        error = ((found - expected).abs().amax() / expected.abs().amax().clamp(min=1.0)).item()
+    def agree(self, what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        if actual.shape != expected.shape:
+            raise ContractError(f"{self.name}: {what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+        if not actual.isfinite().all():
+            raise ContractError(f"{self.name}: {what}: {int((~actual.isfinite()).sum())} entries are not finite")
+        actual, expected = actual.detach().double(), expected.detach().double()
+        error = ((actual - expected).abs().amax() / expected.abs().amax().clamp(min=1.0)).item()
         if error > (allowed := TOLERANCE[dtype] * self.tolerance):
             raise ContractError(f"{self.name}: {what}: error {error:.1e}, tolerance {allowed:.1e} in {dtype}")
 
@@ -132,6 +132,11 @@ def _sides(op: AttentionOperator, d: int, dtype: torch.dtype = torch.float64) ->
     """v (*batch, n, d) and u (*batch, m, d), inputs of apply and adjoint."""
     *batch, m, n = op.shape
     return normal(*batch, n, d, seed=1, dtype=dtype), normal(*batch, m, d, seed=2, dtype=dtype)
+
+
+def _results(op: AttentionOperator, p: Tensor, v: Tensor, u: Tensor) -> list[tuple[str, Tensor, Tensor, Tensor]]:
+    """(name, input, result, expected result) of apply and adjoint, where P is the matrix p."""
+    return [("apply", v, op(v), p @ v.to(p.dtype)), ("adjoint", u, op.adjoint(u), p.mT @ u.to(p.dtype))]
 
 
 def check_linear(case: Case) -> None:
@@ -173,9 +178,8 @@ def check_claims(case: Case) -> None:
 def check_values(case: Case) -> None:
     op, p = case.operator(), case.matrix(case.tensors())
     for d in case.widths():
-        v, u = _sides(op, d)
-        case.agree(f"values of apply at width {d}", op(v), p @ v)
-        case.agree(f"values of adjoint at width {d}", op.adjoint(u), p.mT @ u)
+        for what, _, actual, expected in _results(op, p, *_sides(op, d)):
+            case.agree(f"values of {what} at width {d}", actual, expected)
 
 
 def check_gradients(case: Case) -> None:
@@ -184,17 +188,16 @@ def check_gradients(case: Case) -> None:
     leaves = {name: x.requires_grad_() for name, x in tensors.items() if x.dtype.is_floating_point}
     op, p = case.build(**tensors), case.matrix(tensors)
     for d in case.widths():
-        v, u = (x.requires_grad_() for x in _sides(op, d))
-        for what, x, found, expected in (("apply", v, op(v), p @ v), ("adjoint", u, op.adjoint(u), p.mT @ u)):
-            pull = normal(*found.shape, seed=3)
-            _compare_gradients(case, f"{what} at width {d}", found, expected, {**leaves, "x": x}, pull)
+        for what, x, actual, expected in _results(op, p, *(x.requires_grad_() for x in _sides(op, d))):
+            pull = normal(*actual.shape, seed=3)
+            _compare_gradients(case, f"{what} at width {d}", actual, expected, {**leaves, "x": x}, pull)
 
 
 def _compare_gradients(
-    case: Case, what: str, found: Tensor, expected: Tensor, leaves: Mapping[str, Tensor], pull: Tensor
+    case: Case, what: str, actual: Tensor, expected: Tensor, leaves: Mapping[str, Tensor], pull: Tensor
 ) -> None:
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    fast = torch.autograd.grad(found, list(leaves.values()), pull, **options)
+    fast = torch.autograd.grad(actual, list(leaves.values()), pull, **options)
     slow = torch.autograd.grad(expected, list(leaves.values()), pull, **options)
     for name, a, b in zip(leaves, fast, slow, strict=True):
         case.agree(f"gradient of {what} with respect to {name}", a, b)
@@ -223,8 +226,8 @@ def check_broadcast(case: Case) -> None:
     wider = [3 if size == 1 else size for size in batch]
     for shape in {(), (2, *batch), tuple(1 for _ in batch), tuple(wider), (2, *wider)}:
         v, u = normal(*shape, n, 3, seed=1), normal(*shape, m, 3, seed=2)
-        case.agree(f"broadcast of v with batch axes {shape}", op(v), p.expand(*batch, m, n) @ v)
-        case.agree(f"broadcast of u with batch axes {shape}", op.adjoint(u), p.expand(*batch, m, n).mT @ u)
+        for what, _, actual, expected in _results(op, p.expand(*batch, m, n), v, u):
+            case.agree(f"broadcast: {what} with batch axes {shape}", actual, expected)
 
 
 def check_strides(case: Case) -> None:
@@ -234,11 +237,10 @@ def check_strides(case: Case) -> None:
         given = case.tensors() if layout == "expanded" else {name: lay(x) for name, x in case.tensors().items()}
         leaves = {name: x.requires_grad_() for name, x in given.items() if x.dtype.is_floating_point}
         op, p = case.build(**given), case.matrix(given)
-        v, u = (lay(x).requires_grad_() for x in _sides(op, d))
-        for what, x, found, expected in (("apply", v, op(v), p @ v), ("adjoint", u, op.adjoint(u), p.mT @ u)):
-            case.agree(f"strides: {what} with tensors {layout}", found, expected)
-            pull = lay(normal(*found.shape, seed=3))
-            _compare_gradients(case, f"{what} with tensors {layout}", found, expected, {**leaves, "x": x}, pull)
+        for what, x, actual, expected in _results(op, p, *(lay(x).requires_grad_() for x in _sides(op, d))):
+            case.agree(f"strides: {what} with tensors {layout}", actual, expected)
+            pull = lay(normal(*actual.shape, seed=3))
+            _compare_gradients(case, f"{what} with tensors {layout}", actual, expected, {**leaves, "x": x}, pull)
 
 
 def _spread(x: Tensor) -> Tensor:
@@ -292,8 +294,8 @@ def check_trace(case: Case, backend: str = "aot_eager") -> None:
     v, _ = _sides(op, 3)
     run = torch.compile(lambda v, tensors: case.build(**tensors)(v), fullgraph=True, backend=backend)
     with _fresh_compiler():
-        found = run(v, tensors)
-    case.agree(f"trace ({backend}) of building and applying", found, op(v))
+        actual = run(v, tensors)
+    case.agree(f"trace ({backend}) of building and applying", actual, op(v))
 
 
 @contextmanager
@@ -309,14 +311,10 @@ def check_half(case: Case) -> None:
         tensors = case.tensors(dtype)
         op, p = case.build(**tensors), case.matrix(tensors)
         for d in case.widths():
-            v, u = _sides(op, d, dtype)
-            for what, found, expected in (
-                ("apply", op(v), p @ v.double()),
-                ("adjoint", op.adjoint(u), p.mT @ u.double()),
-            ):
-                if found.dtype != dtype:
-                    raise ContractError(f"{case.name}: half: {what} of {dtype} returns {found.dtype}")
-                case.agree(f"half: {what} at width {d}", found, expected, dtype)
+            for what, _, actual, expected in _results(op, p, *_sides(op, d, dtype)):
+                if actual.dtype != dtype:
+                    raise ContractError(f"{case.name}: half: {what} of {dtype} returns {actual.dtype}")
+                case.agree(f"half: {what} at width {d}", actual, expected, dtype)
 
 
 def check_copies(case: Case) -> None:
@@ -347,21 +345,24 @@ def check_repeatable(case: Case) -> None:
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {
-    "linear": check_linear,
-    "adjoint": check_adjoint,
-    "dense": check_dense,
-    "claims": check_claims,
-    "values": check_values,
-    "gradients": check_gradients,
-    "cost": check_cost,
-    "broadcast": check_broadcast,
-    "strides": check_strides,
-    "vmap": check_vmap,
-    "compile": check_compile,
-    "trace": check_trace,
-    "half": check_half,
-    "copies": check_copies,
-    "repeatable": check_repeatable,
+    check.__name__.removeprefix("check_"): check
+    for check in (
+        check_linear,
+        check_adjoint,
+        check_dense,
+        check_claims,
+        check_values,
+        check_gradients,
+        check_cost,
+        check_broadcast,
+        check_strides,
+        check_vmap,
+        check_compile,
+        check_trace,
+        check_half,
+        check_copies,
+        check_repeatable,
+    )
 }
 """The checks by name, in the order in which they run."""
 
