@@ -19,7 +19,7 @@ INPUTS = {"p": (2, 3, 4)}
 
 @dataclass(frozen=True, eq=False)
 class Honest(AttentionOperator):
-    """P kept as a matrix; the broken operators below each differ from it in one thing."""
+    """P as a dense matrix; each broken operator below differs from it in one method."""
 
     p: Tensor
 
