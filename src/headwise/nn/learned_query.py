@@ -78,8 +78,7 @@ class LearnedQuery(AttentionLayer):
         q = self.project_queries(x)
         if torch.is_autocast_enabled(x.device.type):
             q = q.to(torch.get_autocast_dtype(x.device.type))  # there is no query projection to do it
-        masks = {"causal": False, "key_mask": key_mask, "pair_mask": pair_mask, "attn_bias": attn_bias}
-        return self._operator(q, x, masks)
+        return self._operator(q, x, causal=False, key_mask=key_mask, pair_mask=pair_mask, attn_bias=attn_bias)
 
     def forward(
         self,
