@@ -23,6 +23,7 @@ from headwise.cost import Cost
 from headwise.errors import DtypeError, ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
+from headwise.operators.masks import KEY_MASK, supports
 from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_axis, same_kind
 
 
@@ -116,6 +117,7 @@ class Positional(AttentionOperator):
         return weights
 
 
+@supports(KEY_MASK, instead="softmax with attn_bias")
 def positional(
     scores: Sequence[Tensor], *, key_mask: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Positional:

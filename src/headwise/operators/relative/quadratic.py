@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.operators.compose import Product
+from headwise.operators.masks import KEY_MASK, supports
 from headwise.operators.relative.encodings import cells
 from headwise.operators.relative.positional import Positional, positional
 from headwise.operators.relative.shift import Border, shift
@@ -23,6 +24,7 @@ from headwise.operators.softmax import Softmax, softmax
 from headwise.shapes import all_finite, broadcasts_to, same_axis, same_kind
 
 
+@supports(KEY_MASK, instead="softmax with attn_bias")
 def quadratic(
     grid: Sequence[int],
     centres: Tensor,
@@ -59,6 +61,7 @@ def quadratic(
     return positional(scores, key_mask=key_mask, dtype=centres.dtype)
 
 
+@supports(KEY_MASK, instead="softmax with attn_bias")
 def tables(
     grid: Sequence[int],
     values: Sequence[Tensor],
@@ -88,6 +91,7 @@ def tables(
     return positional(scores, key_mask=key_mask)
 
 
+@supports(KEY_MASK, instead="softmax with attn_bias")
 def bordered(
     grid: Sequence[int],
     padding: Sequence[tuple[int, int]],
