@@ -20,9 +20,7 @@ def draw_scaling(scaling: Scaling, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 6), sharey=True)
     marks, colors = "osv^D<>pP*Xd+", pyplot.get_cmap("tab20")
     names = scaling.names()
-    for axis, what, title in zip(
-        axes, ("forward", "forward_backward"), ("forward", "forward and backward"), strict=True
-    ):
+    for axis, what in zip(axes, PASSES, strict=True):
         for i, name in enumerate(names):
             n, seconds = scaling.curve(name, what)
             style = {"marker": marks[i % len(marks)], "color": colors((2 * i + (i >= 10)) % 20)}
