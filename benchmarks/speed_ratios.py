@@ -94,7 +94,7 @@ def _groups() -> Iterator[RatioGroup]:
         yield RatioGroup("hashed", n, ("attention: softmax", "attention: hashed"))
     for n in LENGTHS:
         yield RatioGroup("reformer", n, ("layer: hashed", "layer: reformer-pytorch"))
-        yield RatioGroup("projected", n, ("layer: projected 256", "layer: shortened 256", *LINFORMERS))
+        yield RatioGroup("projected", n, ("layer: projected 256", "layer: LinformerAttention 256", *LINFORMERS))
     yield RatioGroup("peak rate", 16384, ("product: square", "product: two", "attention: factored identity"))
 
 

@@ -89,7 +89,7 @@ def test_a_group_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert first["a at 8"]["y"].forward_backward == Timing(2.0, 0.0)
 
 
-@pytest.mark.parametrize("name", ["layer: efficient", "layer: shortened 256", "attention: fixed, not causal"])
+@pytest.mark.parametrize("name", ["layer: efficient", "layer: LinformerAttention 256", "attention: fixed, not causal"])
 def test_named_work_runs(name: str) -> None:
     result = speed_ratios.measure(RatioGroup("one", 32, (name,)), rounds=1, seconds=0)
     assert result[name].forward.median > 0

@@ -54,7 +54,7 @@ def test_an_interrupted_run_leaves_whole_files(tmp_path: Path, monkeypatch: pyte
 
 def test_bad_options(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write to .*file"):
+    with pytest.raises(InputError, match=r"cannot write to .*file"):
         grow.run(["--out", str(tmp_path / "file")])
     with pytest.raises(InputError, match="--steps is 0; it must be at least 1"):
         grow.run(["--steps", "0"])

@@ -16,7 +16,7 @@ from headwise.growth.watch import ObservedPass, Watch, augmented
 from headwise.nn import MultiHead, head_slices
 from headwise.operators import AttentionOperator
 from headwise.operators.softmax import softmax
-from headwise.theory.peak_memory import peak_bytes
+from headwise.testing.counting import peak_bytes
 
 F64 = torch.float64
 B, N, WIDTH, HEADS = 3, 7, 6, 2

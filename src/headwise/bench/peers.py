@@ -20,7 +20,7 @@ from headwise.bench.cases import CASES, RANK
 from headwise.bench.clock import Call, Times, forward_and_backward, times_in_turns
 from headwise.errors import InputError
 from headwise.nn.builders import LearnedProjection
-from headwise.nn.linformer import ShortenedAttention
+from headwise.nn.linformer_attention import LinformerAttention
 from headwise.nn.multihead import MultiHead
 from headwise.operators import projected
 
@@ -135,7 +135,7 @@ PEERS = {
     )
 }
 
-SHORTENED = "shortened 256"
+LINFORMER = "LinformerAttention 256"
 """The layer that projects before it maps; it computes the same as `projected 256`."""
 
 OURS = (
@@ -145,7 +145,7 @@ OURS = (
     "fixed",
     "hashed",
     "projected 256",
-    SHORTENED,
+    LINFORMER,
     "efficient",
     "factored pooling",
     "nystrom 256",
@@ -173,8 +173,8 @@ class LayerTimes:
 def our_layer(name: str, n: int) -> nn.Module:
     """Our layer of this name for n positions."""
     rank = min(n, RANK)
-    if name == SHORTENED:
-        return ShortenedAttention(WIDTH, HEADS, n, rank, bias=False, out_bias=True)
+    if name == LINFORMER:
+        return LinformerAttention(WIDTH, HEADS, n, rank, bias=False, out_bias=True)
     learned = LearnedProjection(projected, n, rank, shared=False) if name == "projected 256" else None
     return MultiHead(WIDTH, HEADS, build=learned or CASES[name].build(n), bias=False, out_bias=True)
 
@@ -198,7 +198,7 @@ def compare_layers(
         if name not in OURS and name not in PEERS:
             raise InputError(f"bench peers: there is no layer {name!r}; there are {', '.join([*OURS, *PEERS])}")
     chosen = {*names, *(PEERS[name].ours for name in names if name in PEERS)}  # a peer needs something to compare with
-    longest = {SHORTENED: n, **{name: case.longest for name, case in CASES.items()}}
+    longest = {LINFORMER: n, **{name: case.longest for name, case in CASES.items()}}
     longest |= {name: peer.longest for name, peer in PEERS.items()}
     work: dict[str, tuple[Call, Call]] = {}
     failed: dict[str, str] = {}

@@ -14,7 +14,7 @@ from typing import Any, final
 from headwise.bench.cases import CASES, RECURRENT
 from headwise.errors import HeadwiseError, InputError
 from headwise.outputs import append_line, read_lines
-from headwise.theory.exponent import Exponent, exponent
+from headwise.theory.complexity import Exponent, exponent
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 QUICK = (256, 512, 1024)

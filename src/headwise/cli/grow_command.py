@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,8 +147,6 @@ def stretches(steps: Sequence[int], widths: Sequence[int]) -> list[tuple[int, in
     >>> stretches([0, 10, 20, 30], [2, 2, 4, 4])
     [(0, 20, 2), (20, 30, 4)]
     """
-    runs = [
-        (width, [step for _, step in run]) for width, run in groupby(zip(widths, steps, strict=True), lambda x: x[0])
-    ]
-    ends = [*(run[0] for _, run in runs[1:]), runs[-1][1][-1]]
-    return [(run[0], end, width) for (width, run), end in zip(runs, ends, strict=True)]
+    starts = [i for i in range(len(steps)) if i == 0 or widths[i] != widths[i - 1]]
+    ends = [*(steps[i] for i in starts[1:]), steps[-1]]
+    return [(steps[i], end, widths[i]) for i, end in zip(starts, ends, strict=True)]
