@@ -68,6 +68,19 @@ def new_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def writable_directory(path: Path) -> Path:
+    """Create `path` and check that a file can be written in it, so that a long run does not fail at its end."""
+    path = path.expanduser()
+    probe = path / f".headwise-{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"cannot write to {path}: {error.strerror or error}; choose another directory") from error
+    return path
+
+
 def partial_results(path: Path, key: str) -> Path:
     """A directory for partial results of the run with this `key`; refused if it holds those of another run."""
     mark = path / "key"

@@ -72,7 +72,7 @@ def test_two_models(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     uniform = {name: [Choice("uniform")] * site["heads"] for name, site in sites.items()}
     model.save_pretrained(tmp_path / "old")
     rewrite(model, Plan(about, 40, 1.0, "cosine", uniform))[0].save_pretrained(tmp_path / "new")
-    options = ["--tokens", "40", "--texts", "3", "--json"]
+    options = ["--random-tokens", "40", "--texts", "3", "--json"]
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "old"), *options]) == 0
     assert json.loads(capsys.readouterr().out)["drift"] == pytest.approx(0.0, abs=1e-12)
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new"), *options]) == 0

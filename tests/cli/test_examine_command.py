@@ -47,7 +47,7 @@ def test_a_factory_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     printed = capsys.readouterr().out
     assert "8 heads" in printed
     assert "report.html" in printed
-    assert "most telling" in printed
+    assert "most unusual" in printed
     facts = json.loads((tmp_path / "report.json").read_text())
     assert facts["ablations"]["supported"]
     assert facts["paths"]["supported"]
@@ -69,7 +69,7 @@ def test_json_is_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
 
 def test_a_directory_with_random_tokens(saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert main(["examine", str(saved), "--tokens", "24", "--texts", "2", "-o", str(out), "--no-ablations"]) == 0
+    assert main(["examine", str(saved), "--random-tokens", "24", "--texts", "2", "-o", str(out), "--no-ablations"]) == 0
     assert json.loads((out / "report.json").read_text())["data"]["length"] == 24
 
 
@@ -93,7 +93,7 @@ def test_resume_goes_on_and_never_mixes(
     assert main(["examine", SPEC, "-o", str(out)]) == 130
     assert not (out / "report.html").exists()
     assert len(list((out / ".unfinished").glob("batch-*.pt"))) == 2
-    assert "another model or other options" in refused(capsys, out, SPEC, "--resume", "--seed", "1")
+    assert "another model, other inputs or other settings" in refused(capsys, out, SPEC, "--resume", "--seed", "1")
     monkeypatch.setattr(module, "_one", one)
     assert main(["examine", SPEC, "-o", str(out), "--resume"]) == 0
     assert (out / "report.html").exists()
@@ -111,7 +111,7 @@ def test_bad_models(tmp_path: Path, saved: Path, capsys: pytest.CaptureFixture) 
     assert "--allow-pickle" in refused(capsys, out, str(empty))
     weights = saved / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot load model" in refused(capsys, out, str(saved), "--tokens", "16")
+    assert "cannot load model" in refused(capsys, out, str(saved), "--random-tokens", "16")
     assert "python:module:factory" in refused(capsys, out, "python:nothing")
     assert "cannot import" in refused(capsys, out, "python:not_there_at_all:build")
     assert "has no 'nothing'" in refused(capsys, out, "python:tests.cli.test_examine_command:nothing")
@@ -123,7 +123,7 @@ def test_nan_weights(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     with torch.no_grad():
         model.encoder.layer[0].output.dense.weight[3, 3] = torch.nan
     model.save_pretrained(tmp_path / "nan")
-    said = refused(capsys, tmp_path / "out", str(tmp_path / "nan"), "--tokens", "16")
+    said = refused(capsys, tmp_path / "out", str(tmp_path / "nan"), "--random-tokens", "16")
     assert "encoder.layer.0.output.dense.weight" in said
     assert "non-finite" in said
 
@@ -138,9 +138,9 @@ def test_bad_texts_and_options(tmp_path: Path, saved: Path, capsys: pytest.Captu
     assert "at least 4" in refused(capsys, out, "--text", str(text))
     text.write_text("some words that make a text")
     assert "512 positions" in refused(capsys, out, "--text", str(text), "--length", "2000")
-    assert "ask for at least 6" in refused(capsys, out, "--text", str(text), "--length", "3")
+    assert "use at least 6" in refused(capsys, out, "--text", str(text), "--length", "3")
     assert "must be at least 1" in refused(capsys, out, "--texts", "0")
-    assert "use --tokens N" in refused(capsys, out, str(saved), "--text", str(text))  # saved without a tokenizer
+    assert "use --random-tokens N" in refused(capsys, out, str(saved), "--text", str(text))  # saved without a tokenizer
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

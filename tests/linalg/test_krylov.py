@@ -204,9 +204,9 @@ def test_refusals() -> None:
         spectrum(p, 5, block=2, steps=2)
     with pytest.raises(ShapeError, match="block and steps must be positive, but block is 0"):
         spectrum(p, 1, block=0)
-    with pytest.raises(ShapeError, match=r"\(6, 6\) was mapped to \(5, 6\), but \(6, 6\) was promised"):
+    with pytest.raises(ShapeError, match=r"\(6, 6\) was mapped to \(5, 6\), but \(6, 6\) was expected"):
         singular_values(lambda v: v[1:], lambda u: u, p.shape, 1, like=p)
-    with pytest.raises(NonFiniteError, match="gave 36 non-finite of 36"):
+    with pytest.raises(NonFiniteError, match="returned 36 non-finite of 36"):
         spectrum(p * torch.nan, 1)
     with pytest.raises(DtypeError, match=r"floating point, but is torch\.int64"):
         singular_values(*maps(p), p.shape, 1, like=torch.tensor([1]))

@@ -22,7 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("headwise.cli.verify_command", "does what the papers claim about attention hold?"),
     "grow": ("headwise.cli.grow_command", "where queries and keys are too narrow, and the best dimensions to add"),
     "plan": ("headwise.cli.plan_command", "the cheapest operator for every head within a tolerance"),
-    "rewrite": ("headwise.cli.rewrite_command", "replace layers by others that compute the same, with a receipt"),
+    "rewrite": ("headwise.cli.rewrite_command", "replace attention heads as a plan says, with a receipt"),
+    "convert": ("headwise.cli.convert_command", "convert convolutions to attention, with a receipt"),
     "bench": (
         "headwise.cli.bench_command",
         "what attention costs: exponents over n, other packages, distance from exact",

@@ -125,7 +125,7 @@ def _feed(loaded: Any, options: argparse.Namespace) -> tuple[list[Any], dict[str
         fed = feed.random_tokens(loaded, options.tokens, texts=texts, seed=options.seed)
     else:
         fed = feed.text_input(loaded, options.text, length=options.length, texts=texts)
-    return list(fed.batches), fed.described
+    return list(fed.batches), fed.description
 
 
 def _work(out: Path) -> Path:

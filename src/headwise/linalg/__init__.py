@@ -1,4 +1,4 @@
-"""Linear algebra of matrices known by what they do: spectra, eigenvalues, ranks, norms and sketches."""
+"""Matrix-free linear algebra: singular values, eigenvalues, ranks and norms of batches of matrices."""
 
 from headwise.linalg.arnoldi import Eigenvalues, eigenvalues
 from headwise.linalg.krylov import Triplets, singular_values, singular_vectors

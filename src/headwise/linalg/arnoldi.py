@@ -1,4 +1,4 @@
-"""P y ~ lambda y from apply alone: block Arnoldi for the eigenvalues of largest modulus, batched, complex.
+"""P y ~ lambda y from apply alone: batched block Arnoldi for the complex eigenvalues of largest modulus.
 
 With orthonormal blocks V = [V_1 ... V_k], each new one from P times the last,
 
@@ -25,15 +25,15 @@ from headwise.linalg.spectrum import rounding
 @final
 @dataclass(frozen=True, eq=False)
 class Eigenvalues:
-    """The r eigenvalues found of largest modulus, and ||P y - values_i y|| for their unit vectors y.
+    """The r eigenvalues of largest modulus, and ||P y - values_i y|| for their unit vectors y.
 
     A residual is a backward error: values_i is an eigenvalue of some P + E with ||E|| <= residuals_i.  P is not normal,
-    so that its own eigenvalue may be farther off, by the eigenvalue's condition number.
+    so the distance to an eigenvalue of P may be larger, by the eigenvalue's condition number.
     """
 
     values: Tensor  # (*batch, r) complex128, descending in modulus
     residuals: Tensor  # (*batch, r) float64
-    exact: bool  # True: a dense decomposition, the residuals are rounding only
+    exact: bool  # True: from a dense decomposition, residuals are rounding only
 
 
 @torch.no_grad()
@@ -49,9 +49,9 @@ def eigenvalues(
 ) -> Eigenvalues:
     """lambda_1, ..., lambda_r of a square P (*batch, n, n), |lambda_1| >= ... >= |lambda_r|, from `apply` alone.
 
-    Row-stochastic P has lambda_1 = 1; the next modulus is how fast repeated attention forgets.  Eigenvalues that crowd
-    a disc, as those of a softmax matrix of random scores do, converge slowly: read `residuals`.  A complex pair may be
-    cut at r.  Exact up to n = 2 block steps; `steps` is max(16, 4 r / block) unless given.
+    Row-stochastic P has lambda_1 = 1; the next modulus is the rate at which repeated attention forgets.  Eigenvalues
+    that fill a disc, as those of a softmax of random scores do, converge slowly: check `residuals`.  A complex pair may
+    be split at r.  Exact up to n = 2 block steps; the default of `steps` is max(16, 4 r / block).
 
     >>> p = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
     >>> eigenvalues(lambda v: p @ v, p.shape, 2, like=p).values.imag.abs().tolist()
@@ -88,8 +88,8 @@ def eigenvalues(
         known = basis[..., : stop + block] if stop < s else basis
         h[..., : known.shape[-1], start:stop] = (known.mT @ y).double()
     left_over = torch.linalg.qr(outside(outside(y, basis), basis)).R.double()
-    found, vectors = torch.linalg.eig(h)
-    values, order = _leading(found, r)
+    ritz, vectors = torch.linalg.eig(h)
+    values, order = _leading(ritz, r)
     z = torch.take_along_dim(vectors, order.unsqueeze(-2), dim=-1)
     residuals = torch.linalg.vector_norm(left_over.to(z.dtype) @ z[..., s - block :, :], dim=-2)
     floor = rounding(like.dtype, shape, torch.linalg.matrix_norm(h, 2))

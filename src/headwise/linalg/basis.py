@@ -11,14 +11,14 @@ from headwise.errors import DtypeError, NonFiniteError, ShapeError
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What bases of an operator in `dtype` are kept in: float64 for itself, float32 for everything narrower."""
+    """The dtype of the bases of an operator in `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def checked_map(
     owner: str, call: Callable[[Tensor], Tensor], like: Tensor, rows: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
-    """`call` made to take and give working precision, with its answer's shape (*rows, c) and finiteness checked."""
+    """`call` with inputs and outputs in working precision, and its output checked: shape (*rows, c), finite."""
     if not like.dtype.is_floating_point:
         raise DtypeError(f"{owner}: like must be floating point, but is {like.dtype}; convert it with .float()")
     work = work_dtype(like.dtype)
@@ -27,21 +27,21 @@ def checked_map(
         y = call(x.to(like.dtype))
         if y.shape != (*rows, x.shape[-1]):
             raise ShapeError(
-                f"{owner}: {tuple(x.shape)} was mapped to {tuple(y.shape)}, but {(*rows, x.shape[-1])} was promised"
+                f"{owner}: {tuple(x.shape)} was mapped to {tuple(y.shape)}, but {(*rows, x.shape[-1])} was expected"
             )
         y = y.to(work)
         if not y.isfinite().all():
             bad = int((~y.isfinite()).sum())
-            raise NonFiniteError(f"{owner}: the operator gave {bad} non-finite of {y.numel()} entries")
+            raise NonFiniteError(f"{owner}: the operator returned {bad} non-finite of {y.numel()} entries")
         return y
 
     return run
 
 
 def gaussian_blocks(block: int, like: Tensor, generator: torch.Generator | None) -> Callable[[int], Tensor]:
-    """rows -> a new Gaussian block: one for the whole batch, so that a head's answer does not depend on its neighbours.
+    """rows -> a new Gaussian block, the same for the whole batch: a head's result does not depend on the other heads.
 
-    Without a generator the blocks are always the same ones, and the global random state is left alone.
+    Without a generator the blocks are the same in every call, and the global random state does not change.
     """
     source = torch.Generator().manual_seed(0) if generator is None else generator
     work = work_dtype(like.dtype)
@@ -49,7 +49,7 @@ def gaussian_blocks(block: int, like: Tensor, generator: torch.Generator | None)
 
 
 def size(y: Tensor) -> Tensor:
-    """||y||_F in float64: squares of float32 numbers overflow from 1e19 on."""
+    """||y||_F in float64: squares of float32 numbers above 1e19 overflow."""
     return torch.linalg.vector_norm(y, dim=(-2, -1), dtype=torch.float64)
 
 
@@ -61,9 +61,9 @@ def outside(y: Tensor, basis: Tensor) -> Tensor:
 def extend(basis: Tensor, y: Tensor, scale: Tensor, fresh: Callable[[int], Tensor]) -> Tensor:
     """Orthonormal columns (*batch, m, b) that span what y (*batch, m, b) adds to the basis (*batch, m, s).
 
-    Where y adds nothing (a rank-deficient P, or an invariant subspace found) fresh columns take its place: the search
-    goes on, and a singular value of high multiplicity is found as often as it occurs.  `scale` (*batch,) is the size
-    of P, against which nothing is judged.
+    Where y adds nothing (P is rank deficient, or the basis spans an invariant subspace) random columns replace it, so
+    that the iteration continues and a singular value of high multiplicity is found as often as it occurs.  A column
+    adds nothing if it is below rounding relative to `scale` (*batch,), the size of P.
     """
     q, t = torch.linalg.qr(outside(y, basis))
     spent = t.diagonal(dim1=-2, dim2=-1).abs() <= 16 * torch.finfo(y.dtype).eps * scale.unsqueeze(-1)

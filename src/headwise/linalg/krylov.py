@@ -1,7 +1,7 @@
 """P ~ U diag(sigma) V^T from apply and adjoint alone: batched block Golub-Kahan, P is never formed.
 
-From a Gaussian block V_1 the two bases grow by turns, U_j from P V_j and V_(j+1) from P^T U_j, each new block made
-orthogonal to all the old ones.  In the bases [U, U'] and [V, V'], primes for the part of space not yet seen,
+From a Gaussian block V_1 the two bases grow alternately, U_j from P V_j and V_(j+1) from P^T U_j, each new block
+orthogonal to all previous ones.  In the bases [U, U'] and [V, V'], primes for the unexplored complement,
 
     P = [ B  C ]      B, C known, C = U^T P V' of `block` columns;      D = U'^T P V' unknown.
         [ 0  D ]
@@ -9,17 +9,17 @@ orthogonal to all the old ones.  In the bases [U, U'] and [V, V'], primes for th
     values_i = sigma_i([B C]) <= sigma_i(P)                                  always (interlacing), up to rounding
     sigma_i(P)^2 <= t   if t > delta^2 and sigma_i([B, C sqrt(t / (t - delta^2))])^2 <= t     whenever ||D|| <= delta
 
-The second line (Schur complement of t - P P^T) is the quadratic residual bound ||r||^2 / gap for all the values
-together, with their indices: `errors` is its distance from `values`.  delta is the one thing estimated, by ||P^T U_k||
-on the newest block and a margin.  A start orthogonal to a leading direction (probability zero) could deceive it.
-`residuals` needs no such assumption, and says less: for unit u, v some singular value of P lies within
+The second line (Schur complement of t - P P^T) is the quadratic residual bound ||r||^2 / gap for all values at once,
+with their indices: `errors` is its distance from `values`.  Only delta is estimated, by ||P^T U_k|| on the newest block
+times a margin; a start orthogonal to a leading direction (probability zero) would make it too small.
+`residuals` needs no such assumption and is weaker: for unit u, v some singular value of P lies within
 sqrt((||P v - s u||^2 + ||P^T u - s v||^2) / 2) of s (Weyl, on [[0, P], [P^T, 0]]).
 
 Golub & Kahan 1965; wide block and few steps: Musco & Musco 2015.
 
 Measured on softmax heads (benchmarks/spectrum.py): block 64 x 6 steps gives the first 32 values to 1e-4 and all 128 to
 5e-2 at n = 4096, scores with standard deviations of 2 to 16, and the first 32 to 2e-4 at n = 16384; 5 steps leave 2e-3
-there.  The fused kernel's time grows with the block from its head width on, so a wider one buys nothing.
+there.  The time of the fused kernel grows with the block beyond the head width, so a wider block is not faster.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from headwise.linalg.spectrum import Spectrum, rounding
 __all__ = ["Spectrum", "Triplets", "singular_values", "singular_vectors"]
 
 MARGIN = 1.5
-"""||D|| over what the newest block shows of it; with 1 the estimate falls short for a few random heads."""
+"""Factor on the estimate of ||D|| from the newest block; with 1 it is too small for a few random heads."""
 
-# t / delta^2 at which the bound is evaluated: near 1 for values close to the unseen part, far for the leading ones
+# t / delta^2 at which the bound is evaluated: near 1 for values close to ||D||, larger for the leading ones
 LEVELS = (1 + 1e-6, 1.03, 1.1, 1.2, 1.35, 1.6, 2.2, 6.0)
 TINY = torch.finfo(torch.float64).tiny
 
@@ -67,20 +67,20 @@ def singular_values(
     block: int = 64,
     steps: int | None = None,
 ) -> Spectrum:
-    """sigma_1 >= ... >= sigma_r of P (*batch, m, n), with an error estimate for each (the module says which).
+    """sigma_1 >= ... >= sigma_r of P (*batch, m, n), with an error estimate for each (see the module docstring).
 
-    `apply` takes (*batch, n, c) to (*batch, m, c) and `adjoint` back, in the dtype of `like`; a half-precision operator
-    is called in half precision and the rest runs in float32, the small matrices in float64.  Up to
-    min(m, n) = 2 block steps the whole of P fits in the memory of the bases and the answer is exact; beyond, memory is
-    O((m + n) block steps).  `steps` is max(6, 3 r / block) unless given.  Without a generator the start is a fixed
-    one, so that the same P has the same spectrum every time.
+    `apply` maps (*batch, n, c) to (*batch, m, c) and `adjoint` back, in the dtype of `like`; a half-precision operator
+    is called in half precision, the bases are float32 and the small matrices float64.  Up to min(m, n) = 2 block steps,
+    where P is no larger than the bases, the result is exact; beyond that, memory is O((m + n) block steps).  The
+    default of `steps` is max(6, 3 r / block).  Without a generator the start is fixed, so that the same P gives the
+    same spectrum every time.
 
     >>> p = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
     >>> singular_values(lambda v: p @ v, lambda u: p.mT @ u, p.shape, 2, like=p).values
     tensor([3., 2.], dtype=torch.float64)
     """
     if shape[-1] > shape[-2]:
-        # the transpose is tall, so that neither basis outgrows the space it lives in
+        # the transpose is tall, so that neither basis has more columns than rows
         apply, adjoint, shape = adjoint, apply, (*shape[:-2], shape[-1], shape[-2])
     steps = _steps(shape, r, block, steps)
     if shape[-1] <= 2 * block * steps:
@@ -100,7 +100,7 @@ def singular_vectors(
     block: int = 64,
     steps: int | None = None,
 ) -> Triplets:
-    """The values of `singular_values` with their vectors: left diag(values) right^T is close to the best rank-r P.
+    """`singular_values` with their vectors: left diag(values) right^T is close to the best rank-r approximation of P.
 
     >>> p = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
     >>> t = singular_vectors(lambda v: p @ v, lambda u: p.mT @ u, p.shape, 1, like=p)
@@ -124,7 +124,7 @@ def singular_vectors(
 
 
 def _steps(shape: Sequence[int], r: int, block: int, steps: int | None) -> int:
-    """How many block steps to take, after refusing what has no meaning."""
+    """The number of block steps, after checking r, block and steps."""
     m, n = shape[-2], shape[-1]
     if min(m, n) < 1:
         raise ShapeError(f"singular_values: P is {m} x {n}: an empty axis has no spectrum")
@@ -163,7 +163,7 @@ class _Parts:
 
     left: Tensor  # U (*batch, m, s)
     known: Tensor  # (*batch, s, s + block), float64
-    right: Tensor  # [V, the newest block of V'] (*batch, n, s + block)
+    right: Tensor  # [V, newest block of V'] (*batch, n, s + block)
     unseen: Tensor  # (*batch,) estimate of ||D||
 
 
@@ -190,7 +190,7 @@ def _bidiagonalise(
         y = forward(right[..., start:stop])
         scale = torch.maximum(scale, size(y))
         left[..., start:stop] = extend(left[..., :start], y, scale, fresh)
-        # the whole column of U^T P V, not its two nonzero blocks alone: rounding is then part of what is known
+        # all of U^T P V, not only its two nonzero blocks, so that `known` includes the rounding
         known[..., :stop, start:stop] = (left[..., :stop].mT @ y).double()
         z = backward(left[..., start:stop])
         if stop < s:
@@ -203,7 +203,7 @@ def _bidiagonalise(
 
 
 def _bounded(parts: _Parts, svd: tuple[Tensor, Tensor, Tensor], r: int, shape: Sequence[int], like: Tensor) -> Spectrum:
-    """Values with the two bounds of the module's docstring."""
+    """Values with the two bounds of the module docstring."""
     x, values, yt = svd
     s = parts.known.shape[-2]
     b, c = parts.known[..., :s], parts.known[..., s:]
@@ -216,12 +216,12 @@ def _bounded(parts: _Parts, svd: tuple[Tensor, Tensor, Tensor], r: int, shape: S
         stretched = torch.linalg.eigvalsh(diagonal + coupling / (level - 1)).flip(-1)
         ceiling = torch.minimum(ceiling, torch.maximum(stretched, level * delta))
     x, values, yt, ceiling = x[..., :r], values[..., :r], yt[..., :r, :], ceiling[..., :r]
-    ceiling = ceiling + 16 * torch.finfo(torch.float64).eps * values[..., :1].square()  # what eigvalsh may be off by
+    ceiling = ceiling + 16 * torch.finfo(torch.float64).eps * values[..., :1].square()  # rounding of eigvalsh
     excess = (ceiling - values.square()).clamp_min(0)
     floor = rounding(like.dtype, shape, values[..., :1])
     errors = excess / (ceiling.sqrt() + values).clamp_min(TINY) + floor
 
-    # the triplet (x, s, y) with y cut back to V, where P is known whole
+    # the triplet (x, s, y) with y restricted to V, on which P is known
     inside = torch.linalg.vector_norm(yt[..., :s], dim=-1).clamp_min(TINY)
     leak = torch.linalg.vector_norm(yt[..., s:], dim=-1)
     forward = b @ (yt[..., :s] / inside.unsqueeze(-1)).mT - x * values.unsqueeze(-2)

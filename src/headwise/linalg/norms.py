@@ -1,13 +1,10 @@
-"""||P|| in the ways the collapse theorems need: 1, infinity, their geometric mean, spectral, Frobenius; batched."""
+"""Batched matrix norms used by the collapse theorems: 1, infinity, their geometric mean, spectral, Frobenius."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from headwise.linalg.krylov import singular_values
 from headwise.shapes import no_empty_axis
 
 
@@ -33,7 +30,7 @@ def composite_norm(x: Tensor) -> Tensor:  # (*batch, m, n) -> (*batch,)
     >>> composite_norm(a + a.mT).item(), (composite_norm(a) + composite_norm(a.mT)).item()
     (3.0, 2.828...)
     """
-    # the root of each first: their product may overflow where the answer does not
+    # the root of each factor first: the product of the factors may overflow where the result does not
     return one_norm(x).sqrt() * infinity_norm(x).sqrt()
 
 
@@ -48,17 +45,3 @@ def spectral_norm(x: Tensor) -> Tensor:  # (*batch, m, n) -> (*batch,)
     no_empty_axis("spectral_norm", x=x)
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     return torch.linalg.matrix_norm(wide, 2).to(x.dtype)
-
-
-def spectral_norm_of(
-    apply: Callable[[Tensor], Tensor],
-    adjoint: Callable[[Tensor], Tensor],
-    shape: Sequence[int],
-    *,
-    like: Tensor,
-    generator: torch.Generator | None = None,
-) -> Tensor:  # (*batch,) float64
-    """||P||_2 of a matrix known by what it does; `singular_values(..., r=1)` also says how far off it may be."""
-    # one value converges in few directions; more steps of a narrow block use them better than a wide one
-    found = singular_values(apply, adjoint, shape, 1, like=like, generator=generator, block=16, steps=8)
-    return found.values[..., 0]

@@ -1,6 +1,6 @@
-"""How many directions P really uses: effective, stable and numeric rank, and the energy in the leading r.
+"""How many directions P uses: effective, stable and numeric rank, and the energy in the leading r.
 
-All are functions of a `Spectrum`; what needs values that were not computed is refused, or bounded and said so.
+All take a `Spectrum`.  A measure that needs singular values that were not computed raises, or returns bounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headwise.linalg.spectrum import Spectrum
 def effective_rank(spectrum: Spectrum) -> Tensor:  # (*batch,)
     """exp(-sum_i p_i ln p_i), p_i = sigma_i / sum_j sigma_j: 1 for one direction, k for k equal ones (0 for P = 0).
 
-    Roy & Vetterli 2007.  Needs the whole spectrum; for a truncated one see `effective_rank_bounds`.
+    Roy & Vetterli 2007.  Needs every singular value; for a truncated spectrum use `effective_rank_bounds`.
 
     >>> from headwise.linalg.spectrum import dense_spectrum
     >>> round(effective_rank(dense_spectrum(torch.eye(5))).item(), 6)
@@ -24,21 +24,20 @@ def effective_rank(spectrum: Spectrum) -> Tensor:  # (*batch,)
     if not spectrum.complete:
         raise UnsupportedError(
             f"effective_rank: needs all {spectrum.count} singular values, but {spectrum.values.shape[-1]} are given; "
-            "ask for all of them, or use effective_rank_bounds"
+            "compute all of them, or use effective_rank_bounds"
         )
     return _exp_entropy(spectrum.values, torch.zeros_like(spectrum.values[..., 0]), 1)
 
 
 def effective_rank_bounds(spectrum: Spectrum) -> tuple[Tensor, Tensor]:
-    """(lowest, highest) effective rank that agrees with the leading values, and with ||P||_F where it is known.
+    """(lowest, highest) effective rank consistent with the leading values, and with ||P||_F where it is known.
 
-    Entropy grows with every value that is added at or below the smallest one.  So it is lowest when the values that
-    are missing vanish, and highest when all are as large and as equal as sigma_r and the missing energy allow.  The
-    values are taken at their word: their `errors` are not propagated.
+    Adding a value at or below the smallest one raises the entropy.  So it is lowest when the missing values are zero,
+    and highest when they are equal and as large as sigma_r and the missing energy allow.  The `errors` of the values
+    are not propagated.
     """
     values, missing = spectrum.values, spectrum.count - spectrum.values.shape[-1]
-    none = torch.zeros_like(values[..., 0])
-    low = _exp_entropy(values, none, 1)
+    low = _exp_entropy(values, torch.zeros_like(values[..., 0]), 1)
     if missing == 0:
         return low, low
     tail = values[..., -1]
@@ -58,7 +57,7 @@ def _exp_entropy(values: Tensor, tail: Tensor, copies: int) -> Tensor:
 
 
 def stable_rank(spectrum: Spectrum) -> Tensor:  # (*batch,)
-    """||P||_F^2 / sigma_1^2, at most the rank and blind to small values (0 for P = 0).  Rudelson & Vershynin 2007.
+    """||P||_F^2 / sigma_1^2, at most the rank, insensitive to small values (0 for P = 0).  Rudelson & Vershynin 2007.
 
     >>> from headwise.linalg.spectrum import dense_spectrum
     >>> round(stable_rank(dense_spectrum(torch.diag(torch.tensor([2.0, 1.0, 1.0])))).item(), 6)
@@ -70,7 +69,7 @@ def stable_rank(spectrum: Spectrum) -> Tensor:  # (*batch,)
 
 
 def numeric_rank(spectrum: Spectrum, tolerance: float) -> Tensor:  # (*batch,) int64
-    """#{i : sigma_i > tolerance sigma_1}: how many directions are above a relative tolerance.
+    """#{i : sigma_i > tolerance sigma_1}: the number of singular values above a relative tolerance.
 
     >>> from headwise.linalg.spectrum import dense_spectrum
     >>> numeric_rank(dense_spectrum(torch.diag(torch.tensor([1.0, 0.5, 1e-9]))), 1e-6).item()
@@ -82,7 +81,7 @@ def numeric_rank(spectrum: Spectrum, tolerance: float) -> Tensor:  # (*batch,) i
     if not spectrum.complete and above[..., -1].any():
         raise UnsupportedError(
             f"numeric_rank: all {spectrum.values.shape[-1]} of {spectrum.count} values given are above {tolerance} "
-            "sigma_1, so the rank is at least that and not known; ask for more values"
+            "sigma_1, so the rank is not known; compute more values"
         )
     return above.sum(-1)
 
@@ -90,8 +89,8 @@ def numeric_rank(spectrum: Spectrum, tolerance: float) -> Tensor:  # (*batch,) i
 def energy(spectrum: Spectrum) -> Tensor:  # (*batch, r)
     """sum_(j <= i) sigma_j^2 / ||P||_F^2 for i = 1..r: the share of P's energy in its leading i directions.
 
-    High energy does not mean a small error of P V: in a head with an attention sink most of the energy meets a small
-    value vector.
+    High energy does not imply a small error of P V: with an attention sink, most of the energy multiplies a small value
+    vector.
     """
     total = _total("energy", spectrum).unsqueeze(-1)
     share = spectrum.values.square().cumsum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
@@ -107,7 +106,7 @@ def low_rank_error(spectrum: Spectrum) -> Tensor:  # (*batch, r)
     """
     total = _total("low_rank_error", spectrum)
     square = spectrum.values.square()
-    # from the small end: 1 - energy would cancel to rounding noise once the tail is below 1e-16 of the whole
+    # summed from the small end: 1 - energy cancels once the tail is below 1e-16 of the total
     after = square.flip(-1).cumsum(-1).flip(-1) - square
     missing = torch.zeros_like(total) if spectrum.complete else (total - square.sum(-1)).clamp_min(0)
     share = (after + missing.unsqueeze(-1)) / total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""sigma_1 >= sigma_2 >= ... of P, and how far off each may be: what a matrix-free computation knows."""
+"""sigma_1 >= sigma_2 >= ... of P, with an error estimate for each: the result of a matrix-free computation."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from headwise.shapes import all_finite, no_empty_axis
 class Spectrum:
     """The leading singular values sigma_1 >= ... >= sigma_r of a batch of m x n matrices.
 
-    `errors` estimates |sigma_i - values_i| index by index; `residuals` is weaker and needs no assumption:
-    P has *some* singular value within residuals_i of values_i.  `headwise.linalg.krylov` says how both are obtained.
-    Measures made from a spectrum (effective rank, stable rank, energy) live in `headwise.linalg.ranks`.  An operator
-    that knows ||P||_F by other means adds it with `dataclasses.replace(spectrum, frobenius=...)`.
+    `errors` estimates |sigma_i - values_i| for each index; `residuals` is weaker and needs no assumption: P has *some*
+    singular value within residuals_i of values_i.  `headwise.linalg.krylov` explains both.  Effective rank, stable rank
+    and energy of a spectrum are in `headwise.linalg.ranks`.  An operator that knows ||P||_F adds it with
+    `dataclasses.replace(spectrum, frobenius=...)`.
     """
 
     values: Tensor  # (*batch, r) descending, float64
     errors: Tensor  # (*batch, r) float64
     residuals: Tensor  # (*batch, r) float64
-    exact: bool  # True: a dense decomposition, the errors are rounding only
-    count: int  # min(m, n): how many singular values there are in all
+    exact: bool  # True: from a dense decomposition, errors are rounding only
+    count: int  # min(m, n), the number of singular values
     frobenius: Tensor | None = None  # (*batch,) sqrt(sum of all sigma^2), where it is known
 
     @property
     def complete(self) -> bool:
-        """Whether every singular value is here, as whole-spectrum measures need."""
+        """Whether `values` holds every singular value."""
         return self.values.shape[-1] == self.count
 
 
 def rounding(dtype: torch.dtype, shape: Sequence[int], scale: Tensor) -> Tensor:
-    """(4 eps + sqrt(max(m, n)) eps') ||P||: what arithmetic in `dtype` alone may shift a singular value by.
+    """(4 eps + sqrt(max(m, n)) eps') ||P||: how far rounding in `dtype` alone may shift a singular value.
 
-    eps' is that of the accumulator, float32 for the halves: right to 4e-3 (float16) or 3e-2 (bfloat16) of ||P||.
+    eps' is that of the accumulator, float32 for half precision: 4e-3 (float16) or 3e-2 (bfloat16) of ||P||.
     """
     accumulator = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     return (4 * torch.finfo(dtype).eps + math.sqrt(max(shape[-2:])) * accumulator) * scale
@@ -48,7 +48,7 @@ def rounding(dtype: torch.dtype, shape: Sequence[int], scale: Tensor) -> Tensor:
 
 @torch.no_grad()
 def dense_spectrum(p: Tensor) -> Spectrum:  # (*batch, m, n)
-    """Every singular value of a matrix at hand, by the dense decomposition in float64.
+    """Every singular value of a dense matrix, computed in float64.
 
     >>> dense_spectrum(torch.eye(3)).values
     tensor([1., 1., 1.], dtype=torch.float64)

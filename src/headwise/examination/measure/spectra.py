@@ -19,6 +19,8 @@ from torch import Tensor
 
 from headwise.examination.measure.threads import side_by_side
 from headwise.linalg.krylov import singular_vectors
+from headwise.linalg.ranks import effective_rank_bounds, energy, stable_rank
+from headwise.linalg.spectrum import Spectrum
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.softmax import Softmax
 
@@ -106,32 +108,25 @@ def _frobenius(scores: Scores, values: Tensor, exact: bool) -> float:
 
 def _numbers(values: Tensor, shares: Tensor, frobenius: float, full: int, exact: bool) -> dict[str, float]:
     """Ranks and errors of one head from its singular values (descending) and what each carries of the output."""
+    unknown = torch.full_like(values, math.nan)
+    norm = values.new_tensor(math.sqrt(frobenius))
+    spectrum = Spectrum(values, unknown, unknown, exact=exact, count=full, frobenius=norm)
     first = values[0].item()
-    tail = max(0.0, frobenius - values.square().sum().item())
     numbers = {
-        "effective_rank": _effective_rank(values, tail, full - len(values)),
-        "stable_rank": frobenius / first**2,
+        "effective_rank": effective_rank_bounds(spectrum)[1].item(),  # of a truncated spectrum, an upper bound
+        "stable_rank": stable_rank(spectrum).item(),
         "numeric_rank": float((values > 1e-3 * first).sum().item()),
         "sigma_1": first,
         "sigma_ratio": (values[1].item() / first) if len(values) > 1 else 0.0,
     }
-    energy = values.square().cumsum(0) / frobenius
+    energies = energy(spectrum)
     carried = shares.cumsum(0)
     remaining = shares.flip(0).cumsum(0).flip(0)  # from the small end: no cancellation where the error is small
     for r in RANKS:
         if r >= full:
             numbers[f"energy_{r}"], numbers[f"output_error_{r}"] = 1.0, 0.0
             continue
-        numbers[f"energy_{r}"] = energy[r - 1].item()
+        numbers[f"energy_{r}"] = energies[r - 1].item()
         left = remaining[r].item() if exact else max(0.0, 1 - carried[r - 1].item())
         numbers[f"output_error_{r}"] = math.sqrt(left)
     return numbers
-
-
-def _effective_rank(values: Tensor, tail: float, missing: int) -> float:
-    """exp(entropy of sigma / sum sigma) (Roy & Vetterli 2007); an unseen tail is spread evenly: an upper estimate."""
-    if missing > 0 and tail > 0:
-        spread = min(math.sqrt(tail / missing), values[-1].item())
-        values = torch.cat([values, values.new_full((missing,), spread)])
-    share = values / values.sum()
-    return math.exp(torch.special.entr(share).sum().item())

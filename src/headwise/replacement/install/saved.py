@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.models.load import Loaded, quietly, transformers_library
+from headwise.models.load import LoadedModel, quietly, save_preprocessor, transformers_library
 from headwise.replacement.install.other_models import Rewritten
 from headwise.replacement.install.transformers_models import PREFIX, VERSION, rewritten_class
 
@@ -55,7 +55,7 @@ def load(directory: str | Path, *, model: nn.Module | None = None, **options: An
     return rewritten_class(base).from_pretrained(str(path), config=config, **options)
 
 
-def save(new: nn.Module, plan: Plan, directory: Path, loaded: Loaded | None = None) -> None:
+def save(new: nn.Module, plan: Plan, directory: Path, loaded: LoadedModel | None = None) -> None:
     """Everything `load` needs, and the plan; with `loaded`, what reads text or pictures too."""
     plan.save(directory)
     if isinstance(new, Rewritten):
@@ -65,9 +65,7 @@ def save(new: nn.Module, plan: Plan, directory: Path, loaded: Loaded | None = No
         return
     quietly(lambda: new.save_pretrained(directory))  # type: ignore[operator]
     if loaded is not None:
-        from headwise.models.whole_model import save_reader
-
-        save_reader(loaded, directory)
+        save_preprocessor(loaded, directory)
 
 
 @contextlib.contextmanager

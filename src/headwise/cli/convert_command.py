@@ -1,0 +1,117 @@
+"""`headwise convert MODEL -o OUT`: convert every convolution of a model to attention, and print a receipt."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import InputError
+
+
+def run(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="headwise convert",
+        description="Convert every convolution of a model to attention with one head per kernel cell; "
+        "outputs are equal up to rounding.",
+        epilog="OUT.pt2 is an exported program (python:module:factory then needs --input); OUT.pt is a state dict for "
+        "headwise.convert(factory())[0].  Exit code: 0 if every convolution was converted, 1 if some were left.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="an exported program (MODEL.pt2), or python:module:factory, which runs your code"
+    )
+    parser.add_argument("-o", "--out", required=True, metavar="OUT", type=Path, help="file to write: .pt2 or .pt")
+    parser.add_argument("--soft", type=float, metavar="ALPHA", help="quadratic softmax heads with trainable centres")
+    parser.add_argument("--input", metavar="SIZES", help="shape of an input to run and export with, such as 1,3,32,32")
+    parser.add_argument("--json", action="store_true", help="print the receipt as JSON")
+    options = parser.parse_args(argv)
+    if options.out.suffix not in (".pt", ".pt2"):
+        raise InputError(f"OUT must end in .pt or .pt2, but is {options.out}")
+    receipt = _convert(options)
+    if options.json:
+        from headwise.outputs import json_text
+
+        print(json_text(receipt.to_json(), indent=2))
+    else:
+        _table(receipt, options.out)
+    return 1 if receipt.left else 0
+
+
+def _convert(options: argparse.Namespace) -> Any:
+    import torch
+
+    from headwise.convolution import convert, exact, soft
+    from headwise.convolution.exported_program import convert_exported
+    from headwise.models.factory import call_factory
+    from headwise.outputs import atomic
+
+    mode = exact if options.soft is None else soft(options.soft)
+    if options.model.endswith(".pt2"):
+        if options.out.suffix != ".pt2":
+            raise InputError(f"an exported program is written as .pt2, but OUT is {options.out}")
+        program, receipt = convert_exported(_load_program(options.model), mode)
+    else:
+        if not options.model.startswith("python:"):
+            raise InputError(f"MODEL must be a .pt2 file or python:module:factory, but is {options.model!r}")
+        model, _ = call_factory(options.model)
+        generator = torch.Generator().manual_seed(0)
+        probe = None if options.input is None else torch.randn(_sizes(options.input), generator=generator)
+        if options.out.suffix == ".pt2" and probe is None:
+            raise InputError("exporting needs the shape of an input: add --input with its sizes, such as 1,3,32,32")
+        new, receipt = convert(model, mode, probe=probe)
+        if options.out.suffix == ".pt":
+            with atomic(options.out) as path:
+                torch.save(new.state_dict(), path)
+            return receipt
+        program = torch.export.export(new.eval(), (probe,))
+    with atomic(options.out) as path:
+        torch.export.save(program, path)
+    return receipt
+
+
+def _load_program(path: str) -> Any:
+    import torch
+
+    if not Path(path).is_file():
+        raise InputError(f"{path} is not a file")
+    try:
+        return torch.export.load(path)
+    except Exception as error:  # torch raises many kinds of errors on files of other formats
+        raise InputError(f"{path} is not an exported program: {error}") from error
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"--input must be sizes such as 1,3,32,32, but is {text!r}") from error
+    if min(sizes) < 1:
+        raise InputError(f"--input must be positive sizes, but is {text!r}")
+    return sizes
+
+
+def _table(receipt: Any, out: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{receipt.what}: {len(receipt.parts)} convolutions are now attention", title_justify="left")
+    for heading in ("layer", "parameters", "multiply-adds before", "after", "largest change", "largest output"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    for part in (*receipt.parts, receipt) if receipt.parts else (receipt,):
+        is_total = part is receipt
+        table.add_row(
+            "whole model" if is_total and receipt.parts else part.what,
+            f"{part.parameters_after:,}",
+            f"{part.cost_before.multiply_adds:,}",
+            f"{part.cost_after.multiply_adds:,}",
+            f"{part.largest_change:.1e}",
+            f"{part.scale:.3g}",
+            style="bold" if is_total else None,
+        )
+    console = Console()
+    console.print(table)
+    for entry in receipt.left:
+        console.print(f"not converted: {entry.what}: {entry.why}")
+    for note in {note: None for part in (receipt, *receipt.parts) for note in part.notes}:
+        console.print(note)
+    console.print(f"written to {out}")
