@@ -108,7 +108,12 @@ def test_bad_values(case: Case, data: st.DataObject) -> None:
 
 def test_bad_sizes_of_operators_without_tensors() -> None:
     refused(lambda: uniform(0, 3), "Uniform", "m has 0", "n has 3", "empty")
-    refused(lambda: uniform(2, 3, key_mask=torch.ones(4, dtype=torch.bool)), "Uniform", "'n'", "3", "4")
+    refused(
+        lambda: uniform(2, 3, key_mask=torch.ones(4, dtype=torch.bool)),
+        "Uniform",
+        "key_mask has shape (4,)",
+        "n = 3 keys",
+    )
     refused(lambda: uniform(2, 3, key_mask=torch.ones(3)), "Uniform", "key_mask", "boolean", "torch.float32")
     refused(lambda: shift((3, 4), (1,)), "Shift", "'dimension'", "grid has 2", "offset has 1")
     refused(lambda: shift((3, 0), (1, 1)), "Shift", "(3, 0)")

@@ -176,7 +176,7 @@ def test_claims_follow_the_value() -> None:
         (lambda: toeplitz(torch.full((5,), -INFINITY), 3, 3), NonFiniteError, r"5 non-finite of 5"),
         (lambda: toeplitz_softmax(torch.full((5,), INFINITY), 3, 3), NonFiniteError, r"ToeplitzSoftmax: logits has 5"),
         (lambda: toeplitz_softmax(torch.full((5,), math.nan), 3, 3), NonFiniteError, r"ToeplitzSoftmax: logits has 5"),
-        (lambda: toeplitz_softmax(torch.zeros(5), 3, 3, key_mask=PADDING), ShapeError, r"keys has 3, key_mask has 7"),
+        (lambda: toeplitz_softmax(torch.zeros(5), 3, 3, key_mask=PADDING), ShapeError, r"but there are n = 3 keys"),
         (
             lambda: toeplitz_softmax(torch.zeros(3, 13), 7, 7, key_mask=PADDING),
             ShapeError,

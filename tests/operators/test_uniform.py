@@ -73,7 +73,7 @@ def test_nothing_as_large_as_p_is_made() -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(ShapeError, match=r"Uniform: m has 0, n has 3"):
         uniform(0, 3)
-    with pytest.raises(ShapeError, match=r"Uniform: axis 'n' must agree, but keys has 3, key_mask has 4"):
+    with pytest.raises(ShapeError, match=r"Uniform: key_mask has shape \(4,\), but there are n = 3 keys"):
         uniform(3, 3, key_mask=torch.ones(4, dtype=torch.bool))
     with pytest.raises(DtypeError, match=r"Uniform: key_mask must be boolean.*torch.float32"):
         uniform(3, 3, key_mask=torch.ones(3))

@@ -1,124 +1,404 @@
-"""M_ij = 1 where query i may look at key j: the masks of the averages, kept in the form they came in.
+"""M_ij = 1 where query i may attend to key j: the one mask type, its validation, and what operators support of it.
 
-C_i = sum_j M_ij, the number of keys that row i averages over, costs O(m + n) unless an m x n mask was given.
-Causal is aligned to the bottom right (the last query sees the last key): M_ij = 0 for j > i + n - m.  Such a matrix is
-a rectangle beside a square triangle: the first n - m keys are seen by every query, the first m - n queries see nothing,
-and min(m, n) queries remain against as many keys, each seeing its own and those before.  An operator that can do the
-rectangle and the triangle can do any causal shape, and its transpose (`causal_apply`, `causal_adjoint`).
+A mask is kept in the form it came in; nothing is expanded to m x n unless an m x n mask was given.  Causal masks are
+aligned to the bottom right (the last query attends to the last key): M_ij = 0 for j > i + n - m.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import final
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from headwise.errors import DtypeError, ShapeError
-from headwise.shapes import broadcasts_to, filled, same_axis
+from headwise.errors import DtypeError, ShapeError, UnsupportedError
+from headwise.shapes import broadcasts_to, filled
+
+LARGE_NEGATIVE = -1e4
+"""An additive mask of zeros and numbers up to this one is read as boolean."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Visibility:
-    """Which of n keys each of m queries may see.  True means visible, in `key_mask` and in `pair_mask` alike."""
+class Mask:
+    """M_ij = 1 where query i may attend to key j; attn_bias_ij is added to the scores there.
+
+    >>> Mask(2, 3, causal=True).rows(0, 2).int().tolist()
+    [[1, 1, 0], [1, 1, 1]]
+    """
 
     m: int
     n: int
-    causal: bool = False
-    key_mask: Tensor | None = None  # (*batch, n)
-    pair_mask: Tensor | None = None  # broadcasts to (*batch, m, n)
+    causal: bool = False  # key j <= i + n - m
+    key_mask: Tensor | None = None  # (*batch, n), True = attend
+    pair_mask: Tensor | None = None  # broadcasts to (*batch, m, n), True = attend
+    attn_bias: Tensor | None = None  # broadcasts to (*batch, m, n), additive
+    _ahead: int | None = None  # j <= i + _ahead instead of n - m: only in transposes
+
+    @classmethod
+    def checked(
+        cls,
+        owner: str,
+        m: int,
+        n: int,
+        *,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        batch: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> Mask:
+        """A Mask whose tensors have the right dtype and axes, are on `device`, and broadcast to `batch` if given.
+
+        A key_mask (b, n) against a batch (b, h) is shared by the heads.
+        """
+        for name, x in (("key_mask", key_mask), ("pair_mask", pair_mask), ("attn_bias", attn_bias)):
+            if x is None:
+                continue
+            if name == "attn_bias" and not x.dtype.is_floating_point:
+                raise DtypeError(
+                    f"{owner}: attn_bias must be floating point, but is {x.dtype}; pass a boolean mask as pair_mask"
+                )
+            if name != "attn_bias" and x.dtype != torch.bool:
+                raise DtypeError(f"{owner}: {name} must be boolean (True = attend), but is {x.dtype}")
+            if device is not None and x.device != device:
+                raise DtypeError(
+                    f"{owner}: devices must agree, but q is on {device}, {name} is on {x.device}; "
+                    "move one with .to(device)"
+                )
+        if key_mask is not None:
+            if key_mask.dim() == 0 or key_mask.shape[-1] != n:
+                raise ShapeError(f"{owner}: key_mask has shape {tuple(key_mask.shape)}, but there are n = {n} keys")
+            if batch is not None:
+                key_mask = broadcasts_to(owner, "key_mask", share_between_heads(key_mask, batch), (*batch, n))
+        pair_mask, attn_bias = (
+            None if x is None else _pairs(owner, name, x, m, n, batch)
+            for name, x in (("pair_mask", pair_mask), ("attn_bias", attn_bias))
+        )
+        return cls(m, n, causal, key_mask, pair_mask, attn_bias)
+
+    @classmethod
+    def from_sdpa(
+        cls, attn_mask: Tensor | None, is_causal: bool, m: int, n: int, *, device: torch.device | None = None
+    ) -> Mask:
+        """The mask of a call scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal).
+
+        The axes of `attn_mask` are those of torch, (b, h, m, n) from the right; the Mask has batch axes (b, h), so a
+        recognised padding mask is a key_mask (b, 1, n).  torch aligns causality to the top left, which for m != n
+        becomes a pair_mask.
+        """
+        if attn_mask is None:
+            if is_causal and m != n:
+                return cls(m, n, pair_mask=torch.ones(1, 1, m, n, dtype=torch.bool, device=device).tril())
+            return cls(m, n, causal=is_causal)
+        return _recognised(attn_mask.reshape(*(1,) * (4 - attn_mask.dim()), *attn_mask.shape), m, n, is_causal)
+
+    @classmethod
+    def from_transformers(cls, attention_mask: Tensor | None, causal: bool, m: int, n: int) -> Mask:
+        """The mask of a transformers attention function: None, (b, n) for causal with padding, or (b, h, m, n).
+
+        `causal` is the module's flag; it applies only without a mask, where it is aligned to the bottom right.
+        The Mask has batch axes (b, h).
+        """
+        if attention_mask is None:
+            return cls(m, n, causal=causal)
+        if attention_mask.dim() == 2:
+            if attention_mask.shape[-1] != n:
+                raise ShapeError(
+                    f"Mask: attention_mask has shape {tuple(attention_mask.shape)}, but there are n = {n} keys"
+                )
+            return cls(m, n, True, _none_if_all(attention_mask.bool().unsqueeze(1)))
+        if attention_mask.dim() != 4:
+            raise ShapeError(
+                f"Mask: attention_mask must be (b, n) or (b, h, m, n), but has shape {tuple(attention_mask.shape)}"
+            )
+        return _recognised(attention_mask, m, n, causal)
 
     @property
     def batch(self) -> torch.Size:
-        padded = () if self.key_mask is None else self.key_mask.shape[:-1]
-        masked = () if self.pair_mask is None else self.pair_mask.shape[:-2]
-        return torch.broadcast_shapes(padded, masked)
+        """The batch axes of the tensors, broadcast."""
+        shapes = [x.shape[:-2] for x in (self.pair_mask, self.attn_bias) if x is not None]
+        return torch.broadcast_shapes(() if self.key_mask is None else self.key_mask.shape[:-1], *shapes)
+
+    @property
+    def ahead(self) -> int | None:
+        """Causal: query i attends to keys j <= i + ahead; None otherwise."""
+        if not self.causal:
+            return None
+        return self.n - self.m if self._ahead is None else self._ahead
 
     @property
     def overlap(self) -> int:
-        """Length of the causal square: the last min(m, n) queries against as many last keys."""
+        """Side of the causal square: the last min(m, n) queries against as many last keys."""
         return min(self.m, self.n)
 
-    def counts(self, device: torch.device) -> Tensor:
-        """C: (*batch, m)"""
+    @property
+    def visible(self) -> Tensor | None:
+        """key_mask and pair_mask as one boolean (*batch, 1 | m, n), without causality; None if there is neither."""
+        if self.key_mask is None:
+            return self.pair_mask
+        keys = self.key_mask.unsqueeze(-2)
+        return keys if self.pair_mask is None else keys & self.pair_mask
+
+    @property
+    def hides_nothing(self) -> bool:
+        """No mask of any kind; an additive bias may be there."""
+        return not self.causal and self.key_mask is None and self.pair_mask is None
+
+    def hides_later_keys(self) -> bool:
+        """Whether no query attends to a key beyond j = i + n - m, whichever way the mask says it."""
+        return self.causal or (
+            self.m > 1
+            and self.pair_mask is not None
+            and self.pair_mask.shape[-2] == self.m
+            and not bool(self.pair_mask.triu(self.n - self.m + 1).any())
+        )
+
+    def rows(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+        """M for queries start:stop as a boolean (*batch, stop - start, n)."""
+        device = self.device if device is None else device
+        rows = torch.ones(stop - start, self.n, dtype=torch.bool, device=device)
+        if self.ahead is not None:
+            rows = rows.tril(start + self.ahead)
+        visible = _take_rows(self.visible, start, stop)
+        return rows if visible is None else rows & visible
+
+    def part(self, start: int, stop: int, device: torch.device | None = None) -> Mask:
+        """The mask of queries start:stop over the keys that they can reach, causality written out as a pair_mask."""
+        if self.ahead is None:
+            pairs, bias = (_take_rows(x, start, stop) for x in (self.pair_mask, self.attn_bias))
+            return Mask(stop - start, self.n, False, self.key_mask, pairs, bias)
+        n = max(1, min(stop + self.ahead, self.n))  # no query before `stop` attends beyond this
+        pairs = self.rows(start, stop, device)[..., :n]
+        bias = _take_rows(self.attn_bias, start, stop)
+        return Mask(stop - start, n, pair_mask=pairs, attn_bias=None if bias is None else bias[..., :n])
+
+    def select(self, queries: Tensor, keys: Tensor) -> Mask:
+        """The mask of some queries and keys, each given by a boolean (m,) and (n,)."""
+        m, n = int(queries.sum()), int(keys.sum())
+        # alignment to the bottom right survives if both are cut alike
+        keeps_order = self._ahead is None and self.m == self.n and bool((queries == keys).all())
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else (x if x.shape[-2] == 1 else x[..., queries, :])[..., keys]
+
+        pairs = self.pair_mask if not self.causal or keeps_order else self.rows(0, self.m, queries.device)
+        key_mask = None if self.key_mask is None else _none_if_all(self.key_mask[..., keys])
+        pairs = cut(pairs)
+        pairs = None if pairs is None else _none_if_all(pairs)
+        return Mask(m, n, self.causal and keeps_order, key_mask, pairs, cut(self.attn_bias))
+
+    def index(self, i: int) -> Mask:
+        """The mask of entry i of the first batch axis; all tensors must have that axis (of size one if shared)."""
+        tensors = (None if x is None else x[i if len(x) > 1 else 0] for x in self._tensors)
+        return Mask(self.m, self.n, self.causal, *tensors, _ahead=self._ahead)
+
+    def transposed(self) -> Mask:
+        """M^T; if causal, with both sequences reversed, so that it is causal again."""
+        pairs, bias = (
+            None if x is None else x.expand(*x.shape[:-2], self.m, self.n).mT for x in (self.visible, self.attn_bias)
+        )
+        if self.ahead is None:
+            return Mask(self.n, self.m, pair_mask=pairs, attn_bias=bias)
+        pairs, bias = (None if x is None else x.flip(-2, -1) for x in (pairs, bias))
+        return Mask(self.n, self.m, True, None, pairs, bias, self.ahead + self.m - self.n)
+
+    def with_bias(self, attn_bias: Tensor | None) -> Mask:
+        """The same mask with another additive bias."""
+        return replace(self, attn_bias=attn_bias)
+
+    def counts(self, device: torch.device | None = None) -> Tensor:
+        """C_i = sum_j M_ij, the number of keys of each query, as (*batch, m); O(m + n) without a pair_mask."""
+        device = self.device if device is None else device
         if self.pair_mask is not None:
             return self.rows(0, self.m, device).sum(-1)
-        if not self.causal:
-            seen = (
-                torch.tensor([self.n], device=device) if self.key_mask is None else self.key_mask.sum(-1, keepdim=True)
-            )
-            return seen.expand(*self.batch, self.m)
-        reach = (torch.arange(self.m, device=device) + (self.n - self.m + 1)).clamp(min=0)
+        if self.ahead is None:
+            keys = torch.tensor([self.n], device=device) if self.key_mask is None else self.key_mask.sum(-1, True)
+            return keys.expand(*keys.shape[:-1], self.m)
+        reach = (torch.arange(self.m, device=device) + (self.ahead + 1)).clamp(min=0, max=self.n)
         if self.key_mask is None:
             return reach
         return torch.nn.functional.pad(self.key_mask.cumsum(-1), (1, 0)).index_select(-1, reach)
 
-    def rows(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """M for queries start..stop: (*batch, stop - start, n)"""
-        seen = torch.ones(stop - start, self.n, dtype=torch.bool, device=device)
-        if self.causal:
-            seen = seen.tril(start + self.n - self.m)
-        if self.pair_mask is not None:
-            seen = seen & (self.pair_mask if self.pair_mask.shape[-2] == 1 else self.pair_mask[..., start:stop, :])
-        return seen if self.key_mask is None else seen & self.key_mask.unsqueeze(-2)
+    def empty_rows(self, device: torch.device | None = None) -> Tensor | None:
+        """Boolean (*batch, m), True where a query attends to no key at all; None if that cannot happen."""
+        device = self.device if device is None else device
+        if self.key_mask is None and self.pair_mask is None and self.attn_bias is None:
+            if self.ahead is None or self.ahead >= 0:
+                return None
+            return torch.arange(self.m, device=device) < -self.ahead
+        allowed = torch.ones(1, self.n, dtype=torch.bool, device=device) if self.visible is None else self.visible
+        if self.attn_bias is not None:
+            allowed = allowed & (self.attn_bias > -math.inf)
+        if self.ahead is None:
+            return ~allowed.any(-1).expand(*allowed.shape[:-2], self.m)
+        if allowed.shape[-2] == 1:  # the first visible key is the same for all queries
+            first = allowed.squeeze(-2).int().argmax(-1, keepdim=True)
+            last = torch.arange(self.m, device=device) + self.ahead
+            return (first > last) | ~allowed.squeeze(-2).any(-1, keepdim=True)
+        causal = torch.ones(self.m, self.n, dtype=torch.bool, device=device).tril(self.ahead)
+        return ~(allowed & causal).any(-1)
+
+    def has_empty_rows(self) -> bool:
+        """Whether some query attends to no key."""
+        empty = self.empty_rows()
+        return empty is not None and bool(empty.any())
 
     def hide(self, x: Tensor) -> Tensor:
-        """Rows of padded keys set to zero, whatever they hold: (*batch, n, d) -> (*batch, n, d)"""
+        """x (*batch, n, d) with the rows of masked keys set to zero, whatever they hold."""
         return x if self.key_mask is None else x.masked_fill(~self.key_mask.unsqueeze(-1), 0)
 
-    def average(self, u: Tensor) -> Tensor:
-        """u_i / C_i: (*batch, m, d) -> (*batch, m, d).  A row that sees nothing is left alone: it is zero already."""
-        return u / self.counts(u.device).clamp(min=1).to(u.dtype).unsqueeze(-1)
+    def average(self, sums: Tensor) -> Tensor:
+        """sums_i / C_i for (*batch, m, d); rows without keys, which are zero already, are left alone."""
+        return sums / self.counts(sums.device).clamp(min=1).to(sums.dtype).unsqueeze(-1)
+
+    def sdpa_arguments(self, dtype: torch.dtype, device: torch.device | None = None) -> dict[str, Any]:
+        """attn_mask and is_causal for scaled_dot_product_attention; m x n is formed only where torch needs it."""
+        if self.causal and self.ahead == 0 and self.m == self.n and self.visible is None and self.attn_bias is None:
+            return {"attn_mask": None, "is_causal": True}
+        visible = self.rows(0, self.m, device) if self.causal else self.visible
+        bias = None if self.attn_bias is None else self.attn_bias.to(dtype)
+        if bias is None or visible is None:
+            return {"attn_mask": visible if bias is None else bias, "is_causal": False}
+        return {"attn_mask": torch.where(visible, bias, -math.inf), "is_causal": False}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors, or the CPU if there are none."""
+        return next((x.device for x in self._tensors if x is not None), torch.device("cpu"))
+
+    @property
+    def _tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.key_mask, self.pair_mask, self.attn_bias
 
     def leaves_no_row_empty(self) -> bool:
-        device = next((x.device for x in (self.key_mask, self.pair_mask) if x is not None), torch.device("cpu"))
-        return bool((self.counts(device) > 0).all())
-
-
-def visibility(
-    owner: str,
-    m: int,
-    n: int,
-    *,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    pair_mask: Tensor | None = None,
-    batch: Sequence[int] | None = None,
-    device: torch.device | None = None,
-) -> Visibility:
-    """A checked Visibility.  Masks have to broadcast to `batch` and be on `device` where these are given.
-
-    A padding (b, n) against a batch (b, h) is shared by the heads, as in `softmax`.
-    """
-    for name, x in (("key_mask", key_mask), ("pair_mask", pair_mask)):
-        if x is not None and x.dtype != torch.bool:
-            raise DtypeError(f"{owner}: {name} must be boolean, True where a key may be seen, but is {x.dtype}")
-        if x is not None and device is not None and x.device != device:
-            raise DtypeError(f"{owner}: {name} is on {x.device}, the rest on {device}; move one with .to(device)")
-    if key_mask is not None:
-        same_axis(owner, "n", keys=n, key_mask=key_mask.shape[-1] if key_mask.dim() else 0)
-        if batch is not None:
-            key_mask = share_between_heads(key_mask, batch)
-            broadcasts_to(owner, "key_mask", key_mask, (*batch, n))
-    if pair_mask is not None:
-        if pair_mask.dim() < 2 or pair_mask.shape[-2] not in (1, m) or pair_mask.shape[-1] not in (1, n):
-            seen = tuple(pair_mask.shape)
-            raise ShapeError(f"{owner}: mask has shape {seen}, which does not broadcast to (*batch, m = {m}, n = {n})")
-        if batch is not None:
-            broadcasts_to(owner, "pair_mask", pair_mask, (*batch, m, n))
-    return Visibility(m, n, causal, key_mask, pair_mask)
+        return not self.has_empty_rows()
 
 
 def share_between_heads(key_mask: Tensor, batch: Sequence[int]) -> Tensor:
-    """Axes of size one put before the last: (b, n) against a batch (b, h) is (b, 1, n); (n,) stays as it is."""
+    """key_mask (b, n) as (b, 1, n) against a batch (b, h); (n,) stays as it is."""
     missing = len(batch) - (key_mask.dim() - 1)
     if key_mask.dim() < 2 or missing <= 0:
         return key_mask
     return key_mask.reshape(*key_mask.shape[:-1], *(1,) * missing, key_mask.shape[-1])
 
+
+def _pairs(owner: str, name: str, x: Tensor, m: int, n: int, batch: Sequence[int] | None) -> Tensor:
+    """x with at least two axes, checked to broadcast to (*batch, m, n)."""
+    broadcasts_to(owner, name, x, (*(x.shape[:-2] if batch is None else batch), m, n))
+    return x.reshape(*(1,) * (2 - x.dim()), *x.shape)
+
+
+def _take_rows(x: Tensor | None, start: int, stop: int) -> Tensor | None:
+    return x if x is None or x.shape[-2] == 1 else x[..., start:stop, :]
+
+
+def _none_if_all(mask: Tensor) -> Tensor | None:
+    """None where all entries are True; not looked at while a graph is traced."""
+    return mask if torch.compiler.is_compiling() or not bool(mask.all()) else None
+
+
+def _recognised(attn_mask: Tensor, m: int, n: int, causal: bool) -> Mask:
+    """A mask (b, h, m, n) or one that broadcasts to it, recognised as padding or causal where it is."""
+    attn_mask = attn_mask[..., :n]  # caches of fixed size make masks longer than the keys
+    visible, bias = _split(attn_mask)
+    if visible is None:
+        return Mask(m, n, attn_bias=bias)
+    shared = visible[:, :1]
+    per_head = visible.shape[1] > 1 and visible.stride(1) != 0
+    if per_head and (torch.compiler.is_compiling() or not bool((visible == shared).all())):
+        return Mask(m, n, pair_mask=visible, attn_bias=bias)
+    if visible.shape[-2] == 1:
+        # a decoder that generates has a single query, which attends to every key; its flag still says causal
+        return Mask(m, n, causal and m == 1, _none_if_all(shared.squeeze(-2)), attn_bias=bias)
+    if torch.compiler.is_compiling():
+        return Mask(m, n, pair_mask=visible, attn_bias=bias)
+    keys = shared[..., -1, :]  # padding alone, or with causality, shows in the row of the last query
+    if bool((shared == keys.unsqueeze(-2)).all()):
+        return Mask(m, n, False, _none_if_all(keys), attn_bias=bias)
+    square = torch.ones(m, n, dtype=torch.bool, device=keys.device).tril(n - m)
+    if m <= n and bool((shared == (keys.unsqueeze(-2) & square)).all()):
+        return Mask(m, n, True, _none_if_all(keys), attn_bias=bias)
+    return Mask(m, n, pair_mask=shared, attn_bias=bias)
+
+
+def _split(attn_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(boolean mask, additive bias) of an attn_mask; either may be None, and the bias is None if it only masks."""
+    if attn_mask.dtype == torch.bool:
+        return attn_mask, None
+    if torch.compiler.is_compiling():
+        return None, attn_mask
+    # masks hold the most negative number of their dtype as often as -inf
+    visible = attn_mask > torch.finfo(attn_mask.dtype).min / 2
+    if bool(((attn_mask == 0) | ~visible).all()):
+        return visible, None
+    near = attn_mask > LARGE_NEGATIVE
+    if bool(((attn_mask == 0) | ~near).all()) and bool(near.any(-1).all()):
+        return near, None
+    return _none_if_all(visible), torch.where(visible, attn_mask, 0.0)
+
+
+class MaskKind(Enum):
+    """The mask arguments of builders and layers."""
+
+    CAUSAL = "causal"
+    KEY_MASK = "key_mask"
+    PAIR_MASK = "pair_mask"
+    ATTN_BIAS = "attn_bias"
+
+
+CAUSAL, KEY_MASK, PAIR_MASK, ATTN_BIAS = MaskKind
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def supports(
+    *kinds: MaskKind, instead: str | Mapping[MaskKind, str] = "softmax", always_causal: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a builder with the kinds of mask it takes; another kind raises UnsupportedError naming `instead`.
+
+    `always_causal` builders have no argument `causal`: True is accepted, an explicit False raises.
+    """
+
+    def alternative(kind: MaskKind) -> str:
+        return instead if isinstance(instead, str) else instead.get(kind, "softmax")
+
+    def decorate(build: Callable[P, R]) -> Callable[P, R]:
+        name = getattr(build, "__name__", str(build))
+
+        @functools.wraps(build)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for kind in MaskKind:
+                if kind in kinds or kind.value not in kwargs:
+                    continue
+                requested = kwargs.pop(kind.value)
+                if kind is CAUSAL and always_causal:
+                    if requested is False:
+                        raise UnsupportedError(f"{name}: is always causal; for causal=False use {alternative(kind)}")
+                elif requested is not None and requested is not False:
+                    raise UnsupportedError(f"{name}: does not support {kind.value}; use {alternative(kind)}")
+            return build(*args, **kwargs)
+
+        checked.__dict__["supports"] = frozenset(kinds) | ({CAUSAL} if always_causal else frozenset())
+        return checked
+
+    return decorate
+
+
+def supported(build: Callable[..., Any]) -> frozenset[MaskKind]:
+    """The kinds of mask that a builder declared with `supports`."""
+    return getattr(build, "supports", frozenset())
+
+
+Visibility = Mask
+visibility = Mask.checked
 
 Part = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(a, b, v) -> sum_j f(a_i, b_j) v_j over all j, or over j <= i: rows a (*batch, m, k), b (*batch, n, k)."""
