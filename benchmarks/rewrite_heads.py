@@ -1,12 +1,11 @@
-"""What it costs to run the heads of a layer in groups instead of all at once, and what each kind costs beside exact.
+"""The cost of running the heads of a layer in groups instead of all at once, and of each kind beside softmax.
 
     python -m benchmarks.rewrite_heads             12 heads of width 64, n = 512 and 4096
     python -m benchmarks.rewrite_heads --quick     n = 512
 
 The first table forces heads of one kind into groups: neighbours and every second head (views), scattered heads
-(gathered), each head alone.  Its figures are (time in groups) / (time at once): 1 is no overhead.  The second table
-holds the kinds against torch's own fused attention.  Calls are taken in turns; medians, and half the distance between
-quartiles.
+(gathered), each head alone.  Its entries are (time in groups) / (time at once): 1 is no overhead.  The second table
+compares the kinds with torch's fused attention.  Calls alternate; medians, and half the interquartile range.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from rich.table import Table
 from torch import nn
 
 from headwise.bench.clock import in_turns
-from headwise.replacement.choice import KINDS, Choice
-from headwise.replacement.install.mixed_heads import Group, Heads
+from headwise.replacement import KINDS, SOFTMAX, Choice, MixedHeads
+from headwise.replacement.install.mixed_heads import HeadGroup
 
 H, D = 12, 64
 SPLITS: dict[str, list[Sequence[int]]] = {
@@ -36,14 +35,14 @@ SPLITS: dict[str, list[Sequence[int]]] = {
 }
 
 
-def split(choice: Choice, groups: list[Sequence[int]], n: int) -> Heads:
-    heads = Heads([choice] * H, D, n)
-    heads.groups = nn.ModuleList(Group(choice, members, D, n) for members in groups)
+def split(choice: Choice, groups: list[Sequence[int]], n: int) -> MixedHeads:
+    heads = MixedHeads([choice] * H, D, n)
+    heads.groups = nn.ModuleList(HeadGroup(choice, members, D, n) for members in groups)
     return heads
 
 
 def layer_inputs(n: int) -> list[torch.Tensor]:
-    """q, k, v as a layer hands them over: views (b, h, n, d) of (b, n, h d)."""
+    """q, k, v as a layer computes them: views (b, h, n, d) of (b, n, h d)."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, n, H * D, generator=generator).unflatten(-1, (H, D)).transpose(1, 2) for _ in range(3)]
 
@@ -63,14 +62,13 @@ def splitting(n: int, choices: list[Choice], rounds: int) -> list[list[str]]:
 
 def kinds(n: int, rounds: int) -> list[list[str]]:
     q, k, v = layer_inputs(n)
-    made = {name: Heads([Choice(name)] * H, D, n) for name in KINDS}
+    made = {name: MixedHeads([Choice(name)] * H, D, n) for name in KINDS}
     work = {name: lambda heads=heads: _merged(heads(q, k, v, scale=D**-0.5)) for name, heads in made.items()}
     times = in_turns({"torch": lambda: _merged(F.scaled_dot_product_attention(q, k, v)), **work}, rounds=rounds)
-    exact = Choice("exact")
-    whole = KINDS["exact"].cost(exact, n, D, False).multiply_adds
+    softmax = SOFTMAX.cost(n, D, False).multiply_adds
     rows = []
     for name in KINDS:
-        share = KINDS[name].cost(Choice(name), n, D, False).multiply_adds / whole
+        share = Choice(name).cost(n, D, False).multiply_adds / softmax
         time = times[name]
         spread = time.spread / 2 / times["torch"].median
         rows.append([str(Choice(name)), f"{share:.3f}", f"{time.over(times['torch']):.3f} ± {spread:.3f}"])
@@ -78,7 +76,7 @@ def kinds(n: int, rounds: int) -> list[list[str]]:
 
 
 def _merged(out: torch.Tensor) -> torch.Tensor:
-    """(b, n, h d), as the next linear map reads it."""
+    """(b, n, h d), the input of the next linear layer."""
     return out.transpose(1, 2).flatten(2)
 
 
@@ -87,7 +85,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="n = 512 only")
     options = parser.parse_args()
     console = Console(width=140)
-    choices = [Choice("exact"), Choice("window", {"width": 65, "first": 1}), Choice("uniform")]
+    choices = [SOFTMAX, Choice("window", {"width": 65, "leading": 1}), Choice("uniform")]
     with torch.no_grad():
         for n in (512,) if options.quick else (512, 4096):
             rounds = 21 if n <= 512 else 7
@@ -98,7 +96,10 @@ def main() -> None:
                 splitting(n, choices, rounds),
             )
             _print(
-                console, f"n = {n}: kinds", ["kind", "multiply-adds / exact", "time / torch's exact"], kinds(n, rounds)
+                console,
+                f"n = {n}: kinds",
+                ["kind", "multiply-adds / softmax", "time / torch's attention"],
+                kinds(n, rounds),
             )
 
 

@@ -1,11 +1,11 @@
-"""A byte model on texts of 4096 bytes, trained here, then rewritten: what it gains in time and loses in loss.
+"""Train a byte model on texts of 4096 bytes, then replace its heads: how much faster it gets, and what loss it adds.
 
-    python examples/long_bytes.py            some minutes on two cores
-    python examples/long_bytes.py --toy      seconds, to see that it runs
+    python examples/long_bytes.py            a few minutes on two cores
+    python examples/long_bytes.py --toy      a few seconds, to check that it runs
 
-Two layers of causal attention with rotary positions learn to predict Moby Dick byte by byte, at the length they are
-used at.  A plan then chooses an operator for every head by measured loss, and both models run on text that neither
-training nor the plan's choice has seen.
+Two layers of causal attention with rotary positions learn to predict Moby Dick byte by byte at full length.  A plan
+then chooses an operator for every head by measured loss, and both models run on text that neither training nor the plan
+used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise
-from headwise.replacement import Choice, rewrite
-from headwise.replacement.planning.make_plan import Effort, split
+from headwise.replacement import Choice, Effort, rewrite
+from headwise.replacement.planning.make_plan import split
 
-TEXT = Path(headwise.__file__).parent / "examine" / "data" / "moby-dick.txt"
+TEXT = Path(headwise.__file__).parent / "models" / "data" / "moby-dick.txt"
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Output:
 
 
 class Layer(nn.Module):
-    """x + attention(norm x), then x + mlp(norm x); queries and keys turned by their positions."""
+    """x + attention(norm x), then x + mlp(norm x); queries and keys rotated by their positions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
+        y = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(-2))
         return x + self.mlp(self.between(x))
 
@@ -63,8 +63,8 @@ class ByteModel(nn.Module):
         return Output(self.lm_head(self.norm(x)))
 
 
-def turned(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021): pairs of columns turn by angles that grow with the position."""
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021): pairs of columns rotate by angles proportional to the position."""
     n, d = x.shape[-2:]
     angles = torch.arange(n)[:, None] / 10000 ** (torch.arange(d // 2) / (d // 2))
     a, b = x.chunk(2, dim=-1)
@@ -72,12 +72,12 @@ def turned(x: Tensor) -> Tensor:
 
 
 def train(model: ByteModel, text: Tensor, length: int, seconds: float) -> float:
-    """Random stretches of the text, for so many seconds; the mean of the last losses."""
+    """Train on random excerpts for `seconds`; returns the mean of the last losses."""
     generator = torch.Generator().manual_seed(0)
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     losses, start = [], time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds or not losses:
-        # mostly short stretches, which are cheap to learn bytes and words from, and every fourth at full length
+        # mostly short excerpts, which are cheap, and every fourth at full length
         size = length if len(losses) % 4 == 3 else min(length, 512)
         at = torch.randint(len(text) - size - 1, (max(1, 1024 // size),), generator=generator)
         batch = torch.stack([text[i : i + size + 1] for i in at])
@@ -98,8 +98,8 @@ def loss_of(model: nn.Module, ids: Tensor) -> float:
     return F.cross_entropy(logits[0, :-1], ids[0, 1:]).item()
 
 
-def took(models: list[nn.Module], ids: Tensor, repeats: int = 5) -> list[float]:
-    """Median seconds of a forward pass, the models in turn so that a busy machine disturbs all of them."""
+def time_models(models: list[nn.Module], ids: Tensor, repeats: int = 5) -> list[float]:
+    """Median seconds of a forward pass; the models alternate so that other load affects both."""
     times: list[list[float]] = [[] for _ in models]
     with torch.no_grad():
         for _ in range(repeats + 1):
@@ -112,9 +112,14 @@ def took(models: list[nn.Module], ids: Tensor, repeats: int = 5) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--toy", action="store_true", help="short texts, a few steps")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of training (default: %(default)g)")
-    parser.add_argument("--tolerance", type=float, default=0.02, help="nats a byte (default: %(default)g)")
+    parser.add_argument("--toy", action="store_true", help="short texts and few steps")
+    parser.add_argument("--seconds", type=float, default=90.0, help="training time (default: %(default)g)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.02,
+        help="nats per byte (default: %(default)g)",
+    )
     options = parser.parse_args()
     length, seconds = (256, 2.0) if options.toy else (4096, options.seconds)
     torch.manual_seed(0)
@@ -125,11 +130,11 @@ def main() -> None:
     model.eval()
 
     texts = [{"input_ids": x[None]} for x in text[-held:].view(7, length)]
-    few = [Choice("uniform"), Choice("shift", {"offset": -1}), Choice("toeplitz", {"reach": 32})]
-    few += [Choice("window", {"width": w, "first": 1}) for w in (17, 65, 257) if 2 * w <= length]
-    few += [Choice("near_far", {"block": b, "rank": 3, "first": 1}) for b in (16, 64) if 4 * b <= length]
+    few = [Choice("uniform"), Choice("offset", {"offset": -1}), Choice("toeplitz", {"reach": 32})]
+    few += [Choice("window", {"width": w, "leading": 1}) for w in (17, 65, 257) if 2 * w <= length]
+    few += [Choice("near_far", {"block": b, "rank": 3, "leading": 1}) for b in (16, 64) if 4 * b <= length]
     effort = Effort(steps=6 if options.toy else 30, texts=1, options=5, evaluations=12)
-    plan = headwise.plan(model, texts, tolerance=options.tolerance, choices=few, effort=effort, price="seconds")
+    plan = headwise.plan(model, texts, tolerance=options.tolerance, choices=few, effort=effort, objective="seconds")
     new, receipt = rewrite(model, plan)
     print(receipt)
     for site, choices in plan.sites.items():
@@ -137,11 +142,10 @@ def main() -> None:
 
     fresh = [texts[i]["input_ids"] for i in split(7, 0)[2]]
     losses = [statistics.mean(loss_of(m, ids) for ids in fresh) for m in (model, new)]
-    print(
-        f"loss on fresh text: {losses[0]:.4f} before, {losses[1]:.4f} after ({losses[1] - losses[0]:+.4f} nats a byte)"
-    )
+    change = losses[1] - losses[0]
+    print(f"loss on fresh text: {losses[0]:.4f} before, {losses[1]:.4f} after ({change:+.4f} nats per byte)")
     for n in (length, 2 * length):
-        old, now = took([model, new], text[None, :n])
+        old, now = time_models([model, new], text[None, :n])
         print(f"n = {n}: {old:.3f} s before, {now:.3f} s after, {old / now:.1f} times as fast")
 
 

@@ -61,8 +61,7 @@ def test_bad_files(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
 def test_two_models(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A model, itself, and itself rewritten: no drift, and some."""
     from headwise.models.fingerprint import fingerprint
-    from headwise.replacement import Choice, rewrite
-    from headwise.replacement.plan import Plan
+    from headwise.replacement import Choice, Plan, rewrite
     from tests.replacement.plans import describe
 
     model, batch = ALL["bert"]()
@@ -71,7 +70,7 @@ def test_two_models(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     about = {"class": "BertModel", "name": "tiny", "fingerprint": fingerprint(model, {}), "sites": sites}
     uniform = {name: [Choice("uniform")] * site["heads"] for name, site in sites.items()}
     model.save_pretrained(tmp_path / "old")
-    rewrite(model, Plan(about, 40, 1.0, "cosine", uniform))[0].save_pretrained(tmp_path / "new")
+    rewrite(model, Plan(about, 40, uniform))[0].save_pretrained(tmp_path / "new")
     options = ["--random-tokens", "40", "--texts", "3", "--json"]
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "old"), *options]) == 0
     assert json.loads(capsys.readouterr().out)["drift"] == pytest.approx(0.0, abs=1e-12)

@@ -1,15 +1,192 @@
-"""`headwise rewrite` names the arguments that are missing."""
+"""`headwise rewrite MODEL --plan PLAN -o DIR`: a whole model or nothing, and a receipt."""
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
-from headwise.cli.rewrite_command import run
+import pytest
+import torch
+from torch import nn
+
+from headwise.cli.main import main
+from headwise.models.fingerprint import fingerprint
+from headwise.replacement import Choice, Plan, load
+from tests.models.tiny_models import ALL
+from tests.replacement.plans import describe
+
+transformers = pytest.importorskip("transformers")
+SOME = [
+    Choice("softmax"),
+    Choice("window", {"width": 5, "leading": 1}),
+    Choice("toeplitz", {"reach": 4}),
+    Choice("uniform"),
+]
+
+
+def plan_of(model: nn.Module, batch: dict, *, length: int = 40, choices: list[Choice] = SOME) -> Plan:
+    sites = describe(model.eval(), batch)
+    about = {"class": type(model).__name__, "name": "tiny", "fingerprint": fingerprint(model, {}), "sites": sites}
+    each = {name: choices[: site["heads"]] for name, site in sites.items()}
+    fitted = {
+        (name, head, choice): {"profile": torch.randn(9)}
+        for name, row in each.items()
+        for head, choice in enumerate(row)
+        if choice.kind == "toeplitz"
+    }
+    return Plan(about, length, each, fitted)
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> tuple[nn.Module, dict, Path, Path]:
+    """A model, a batch, its directory and its plan's."""
+    model, batch = ALL["bert"]()
+    model.save_pretrained(tmp_path / "model")
+    plan_of(model, batch).save(tmp_path / "plan")
+    return model.eval(), batch, tmp_path / "model", tmp_path / "plan"
+
+
+def test_a_model_and_a_receipt(
+    bert, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    model, batch, source, plan = bert
+    assert main(["rewrite", str(source), "--plan", str(plan / "plan.json"), "-o", str(tmp_path / "new")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "BertModel: 2 attention sites" in text
+    assert "largest change of the output on a probe" in text
+    assert "1 window width=5" in text
+    new = load(tmp_path / "new")
+    with torch.no_grad():
+        change = (new(**batch)[0] - model(**batch)[0]).abs().max().item()
+    assert 0 < change < 1
+    assert (tmp_path / "new" / "plan.json").exists()
+
+
+def test_json(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, source, plan = bert
+    assert main(["rewrite", str(source), "--plan", str(plan), "-o", str(tmp_path / "new"), "--json"]) == 0
+    receipt = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(word))
+    assert receipt["what"] == "BertModel"
+    assert receipt["parameters_after"] - receipt["parameters_before"] == 2 * 9
+    assert receipt["parts"][0]["largest_change"] is None
+    assert receipt["cost_after"]["multiply_adds"] < receipt["cost_before"]["multiply_adds"]
+
+
+def test_a_plan_for_the_body_serves_the_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    )
+    model, batch = transformers.LlamaForCausalLM(config), {"input_ids": torch.randint(99, (1, 12))}
+    model.save_pretrained(tmp_path / "model")
+    plan_of(model.model, batch).save(tmp_path / "plan")
+    arguments = ["rewrite", str(tmp_path / "model"), "--plan", str(tmp_path / "plan"), "-o", str(tmp_path / "new")]
+    assert main(arguments) == 0
+    new = load(tmp_path / "new")
+    assert type(new).__name__ == "HeadwiseLlamaForCausalLM"
+    assert new.model.layers[0].self_attn.headwise.choices == tuple(SOME)
+    assert new.generate(**batch, max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 15)
+    assert "model.layers.0.self_attn" in " ".join(capsys.readouterr().out.split())
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def test_any_other_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = encoder().eval(), torch.randn(1, 12, 16)
+    plan_of(model, {"src": x}, choices=SOME[1:]).save(tmp_path / "plan")
+    source = f"python:{__name__}:encoder"
+    assert main(["rewrite", source, "--plan", str(tmp_path / "plan"), "-o", str(tmp_path / "new")]) == 0
+    assert "no probe was given" in " ".join(capsys.readouterr().out.split())
+    new = load(tmp_path / "new", model=encoder())
+    assert new(x).shape == x.shape
+    assert not torch.allclose(new(x), model(x))
+
+
+def edited(plan: Path, **changes) -> None:
+    facts = json.loads((plan / "plan.json").read_text())
+    facts.update(changes)
+    (plan / "plan.json").write_text(json.dumps(facts))
+
+
+SITE = "encoder.layer.0.attention.self"
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"sites": {SITE: [{"kind": "wndow"}] * 4}}, "wndow"),
+        ({"sites": {SITE: [{"kind": "window", "size": 3}] * 4}}, "size"),
+        ({"sites": {SITE: [{"kind": "softmax"}] * 3}}, "3"),
+        ({"length": 4096}, "the plan is for a length of 4096, but BertModel has 512 positions"),
+    ],
+)
+def test_edited_plans(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, sentence: str) -> None:
+    _, _, source, plan = bert
+    edited(plan, **changes)
+    before = sorted(tmp_path.iterdir())
+    assert main(["rewrite", str(source), "--plan", str(plan), "-o", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("headwise rewrite: ")
+    assert error.count("\n") == 1
+    assert sentence in error
+    assert sorted(tmp_path.iterdir()) == before  # nothing is written
+
+
+def test_a_plan_made_for_another_model(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, _, plan = bert
+    other, _ = ALL["gpt2"]()
+    same_class, _ = ALL["bert"]()
+    for name, model in (("gpt2", other), ("bert2", same_class)):
+        model.save_pretrained(tmp_path / name)
+        assert main(["rewrite", str(tmp_path / name), "--plan", str(plan), "-o", str(tmp_path / "new")]) == 2
+        assert "the plan was made for" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*new*"))
+
+
+def test_nothing_is_left_after_an_interruption(bert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, source, plan = bert
+    written = []
+
+    def interrupted(self, directory, **options) -> None:
+        (Path(directory) / "config.json").write_text("{}")
+        written.append(directory)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", interrupted)
+    before = sorted(tmp_path.iterdir())
+    assert main(["rewrite", str(source), "--plan", str(plan), "-o", str(tmp_path / "new")]) == 130
+    assert written
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_existing_directory_is_kept(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, source, plan = bert
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "mine").write_text("keep")
+    assert main(["rewrite", str(source), "--plan", str(plan), "-o", str(tmp_path / "new")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert (tmp_path / "new" / "mine").read_text() == "keep"
+
+
+def test_a_rewritten_model_is_neither_rewritten_again_nor_examined(
+    bert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, source, plan = bert
+    assert main(["rewrite", str(source), "--plan", str(plan), "-o", str(tmp_path / "new")]) == 0
+    assert main(["rewrite", str(tmp_path / "new"), "--plan", str(plan), "-o", str(tmp_path / "twice")]) == 2
+    assert "was rewritten" in capsys.readouterr().err
+    assert main(["examine", str(tmp_path / "new"), "-o", str(tmp_path / "report")]) == 2
+    assert "works on the original model" in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
 
 
 def test_plan_and_output_are_required(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(["pool"])
+        main(["rewrite", "pool"])
     error = capsys.readouterr().err
     assert "headwise rewrite [MODEL] --plan PLAN -o DIR" in error
     assert "the following arguments are required: --plan" in error

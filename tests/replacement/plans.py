@@ -1,33 +1,21 @@
-"""Plans made by hand, and P of every kind written out in float64 from the slow twins: what a rewritten head must be."""
+"""Plans made by hand, and P of every kind written out in float64 by the reference implementations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.models import intercept
 from headwise.operators.sparse.hashed import random_rotations
-from headwise.replacement.choice import Choice
+from headwise.replacement import Choice, Plan
 from headwise.testing import references, references_combined, references_near_far, references_sparse
 
 
-@dataclass(frozen=True)
-class ByHand:
-    """The part of a plan that `rewrite` reads."""
-
-    sites: Mapping[str, Sequence[Choice]]
-    length: int
-    model: Mapping[str, Any]
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)
-
-
 def describe(model: nn.Module, batch: dict) -> dict[str, dict]:
-    """Sites of a model with their heads, widths and causality, from one look at it."""
+    """Heads, width and causality of every site of a model, from one forward pass."""
     found: dict[str, dict] = {}
 
     def see(call) -> None:
@@ -39,32 +27,32 @@ def describe(model: nn.Module, batch: dict) -> dict[str, dict]:
     return found
 
 
-def plan_for(model: nn.Module, batch: dict, choices: Sequence[Choice], *, length: int = 40) -> ByHand:
-    """The same choices at every self-attention site; one choice stands for every head."""
+def plan_for(model: nn.Module, batch: dict, choices: Sequence[Choice], *, length: int = 40) -> Plan:
+    """A plan with the same choices at every site, repeated to the number of heads."""
     sites = describe(model, batch)
     each = {name: [*choices] * (site["heads"] // len(choices)) for name, site in sites.items()}
-    return ByHand(each, length, {"class": type(model).__name__, "sites": sites})
+    return Plan({"class": type(model).__name__, "sites": sites}, length, each)
 
 
 # small enough that every kind does something on a dozen tokens
 SMALL = [
-    Choice("exact"),
+    Choice("softmax"),
     Choice("uniform"),
-    Choice("shift", {"offset": -2}),
+    Choice("offset", {"offset": -2}),
     Choice("toeplitz", {"reach": 3}),
-    Choice("quadratic"),
-    Choice("window", {"width": 4, "first": 2}),
+    Choice("gaussian_window"),
+    Choice("window", {"width": 4, "leading": 2}),
     Choice("window", {"width": 3}),
     Choice("nystrom", {"landmarks": 4}),
     Choice("projected", {"rank": 3}),
-    Choice("double_softmax", {"sharpness": 1.5}),
+    Choice("efficient", {"sharpness": 1.5}),
     Choice("factored", {"rank": 3}),
-    Choice("window_low_rank", {"width": 3, "rank": 2, "first": 1}),
-    Choice("near_far", {"block": 2, "rank": 2, "first": 1}),
+    Choice("window_low_rank", {"width": 3, "rank": 2, "leading": 1}),
+    Choice("near_far", {"block": 2, "rank": 2, "leading": 1}),
     Choice("hashed", {"rounds": 2, "chunk": 3}),
 ]
-CAUSAL = [choice for choice in SMALL if choice.of.causal]
-CACHED = [choice for choice in CAUSAL if choice.of.cached]
+CAUSAL = [choice for choice in SMALL if choice.causal]
+CACHED = [choice for choice in CAUSAL if choice.definition.cached]
 
 
 def written_out(
@@ -72,58 +60,58 @@ def written_out(
     q: Tensor,
     k: Tensor,
     *,
-    keep: Tensor | None = None,
+    key_mask: Tensor | None = None,
     causal: bool = False,
     scale: float,
     own: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """P (b, m, n) in float64 of one head: q (b, m, k), k (b, n, k), keep (b, n), its learned tensors `own`."""
+    """P (b, m, n) in float64 of one head: q (b, m, k), k (b, n, k), key_mask (b, n), its learned tensors `own`."""
     q, k, own = q.double(), k.double(), {name: x.double() for name, x in (own or {}).items()}
-    m, n, given, masks = q.shape[-2], k.shape[-2], choice.options, {"causal": causal, "key_mask": keep}
+    m, n, given, masks = q.shape[-2], k.shape[-2], choice.options, {"causal": causal, "key_mask": key_mask}
     usual = q * scale * math.sqrt(q.shape[-1])  # for twins that divide by the root themselves
-    if choice.kind == "exact":
+    if choice.kind == "softmax":
         return references.softmax(q, k, scale=scale, **masks)
     if choice.kind == "uniform":
         return references.uniform(m, n, **masks)
-    if choice.kind == "shift":
+    if choice.kind == "offset":
         p = torch.zeros(q.shape[0], m, n, dtype=torch.float64)
         for b in range(q.shape[0]):
-            real = [j for j in range(n) if keep is None or keep[b, j]]
+            real = [j for j in range(n) if key_mask is None or key_mask[b, j]]
             for i in range(m):
                 p[b, i, min(max(i + n - m + int(given["offset"]), real[0]), real[-1])] = 1.0
         return p
-    if choice.kind in ("toeplitz", "quadratic"):
+    if choice.kind in ("toeplitz", "gaussian_window"):
 
         def logit(i: int, j: int) -> Tensor:
             offset = j - (i + n - m)
-            if choice.kind == "quadratic":
+            if choice.kind == "gaussian_window":
                 return -((offset - own["centre"]) ** 2) / (2 * own["log_width"].exp() ** 2)
             reach = int(given["reach"])
             return own["profile"][min(max(offset, -reach), reach) + reach]
 
         return references.normalised(references.matrix(m, n, logit), references.visible(m, n, **masks))
     if choice.kind == "window":
-        first = min(int(given["first"]), n)
-        return references_sparse.window(usual, k, int(given["width"]), tokens=first, **masks)
+        leading = min(int(given["leading"]), n)
+        return references_sparse.window(usual, k, int(given["width"]), tokens=leading, **masks)
     if choice.kind == "nystrom":
-        return references_sparse.nystrom(usual, k, min(int(given["landmarks"]), n), key_mask=keep)
+        return references_sparse.nystrom(usual, k, min(int(given["landmarks"]), n), key_mask=key_mask)
     if choice.kind == "projected":
-        return references_sparse.projected(usual, k, own["e"][:, :n], own["f"][:, :n], key_mask=keep)
-    if choice.kind == "double_softmax":
+        return references_sparse.projected(usual, k, own["e"][:, :n], own["f"][:, :n], key_mask=key_mask)
+    if choice.kind == "efficient":
         return references_sparse.efficient(q, k, scale=scale * given["sharpness"], **masks)
     if choice.kind == "factored":
         factor = scale * given["sharpness"] * math.sqrt(q.shape[-1])
-        return references_sparse.factored(factor * q, factor * k, own["e"][:, :n], own["f"][:, :n], key_mask=keep)
+        return references_sparse.factored(factor * q, factor * k, own["e"][:, :n], own["f"][:, :n], key_mask=key_mask)
     if choice.kind == "window_low_rank":
         e, f = own["e"][:, :n], own["f"][:, :n]
-        first = min(int(given["first"]), n)
+        leading = min(int(given["leading"]), n)
         return references_combined.window_low_rank(
-            q, k, int(given["width"]), e, f, own["bias"], tokens=first, scale=scale, key_mask=keep
+            q, k, int(given["width"]), e, f, own["bias"], tokens=leading, scale=scale, key_mask=key_mask
         )
     if choice.kind == "near_far":
         a, b, c = own["a"], own["b"], own["c"]
-        block, first = int(given["block"]), min(int(given["first"]), n - 1)
-        return references_near_far.near_far(q, k, a, b, c, block=block, first=first, scale=scale, **masks)
+        block, leading = int(given["block"]), min(int(given["leading"]), n - 1)
+        return references_near_far.near_far(q, k, a, b, c, block=block, first=leading, scale=scale, **masks)
     if choice.kind == "hashed":
         rounds, chunk = int(given["rounds"]), int(given["chunk"])
         rotations = random_rotations(q.shape[-1], n / chunk, rounds, generator=torch.Generator().manual_seed(0))

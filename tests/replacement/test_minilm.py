@@ -1,4 +1,4 @@
-"""The real MiniLM: the same where heads stay exact, the written-out model where they do not, saved and loaded."""
+"""MiniLM: unchanged with softmax heads, equal to an explicit P with replaced ones, saved and loaded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.models.load import DEFAULT_PACKAGE, default_directory
+from headwise.models.load import SAMPLES, load_model
 from headwise.replacement import Choice, load
 from tests.replacement.install.test_transformers_models import by_hand, shaken, states
 from tests.replacement.plans import SMALL, plan_for
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip(DEFAULT_PACKAGE)
+pytest.importorskip(SAMPLES["minilm"][1])
 
 TEXTS = [
     "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and "
@@ -27,14 +27,14 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def minilm() -> tuple[nn.Module, dict[str, Tensor]]:
-    model = transformers.AutoModel.from_pretrained(default_directory(), attn_implementation="sdpa").eval()
-    reader = transformers.AutoTokenizer.from_pretrained(default_directory())
-    return model, dict(reader(TEXTS, padding=True, return_tensors="pt"))
+    loaded = load_model("minilm")
+    tokenizer = loaded.preprocessor(transformers.AutoTokenizer)
+    return loaded.model, dict(tokenizer(TEXTS, padding=True, return_tensors="pt"))
 
 
-def test_exact_everywhere_is_the_model_itself(minilm) -> None:
+def test_softmax_everywhere_is_the_model_itself(minilm) -> None:
     model, batch = minilm
-    new, receipt = headwise.rewrite(model, plan_for(model, batch, [Choice("exact")], length=512))
+    new, receipt = headwise.rewrite(model, plan_for(model, batch, [Choice("softmax")], length=512))
     keep = batch["attention_mask"].bool()
     torch.testing.assert_close(states(new, batch)[keep], states(model, batch)[keep], rtol=1e-5, atol=1e-6)
     assert receipt.largest_change <= 1e-5
@@ -43,7 +43,12 @@ def test_exact_everywhere_is_the_model_itself(minilm) -> None:
 
 def test_padding_is_absence_and_files_are_bit_for_bit(minilm, tmp_path: Path) -> None:
     model, batch = minilm
-    some = [Choice("window", {"width": 9, "first": 1}), Choice("exact"), Choice("toeplitz"), Choice("window_low_rank")]
+    some = [
+        Choice("window", {"width": 9, "leading": 1}),
+        Choice("softmax"),
+        Choice("toeplitz"),
+        Choice("window_low_rank"),
+    ]
     new = shaken(headwise.rewrite(model, plan_for(model, batch, some, length=512))[0])
     keep = batch["attention_mask"].bool()
     alone = {name: x[1:, keep[1]] for name, x in batch.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,8 @@ import torch
 from torch import nn
 
 import headwise
-from headwise.errors import InputError
-from headwise.replacement import Choice, rewrite
-from headwise.replacement.plan import Plan, Point
-from headwise.replacement.planning.effort import Effort
+from headwise.errors import InputError, UnsupportedError
+from headwise.replacement import Choice, Effort, Plan, PlanPoint, rewrite
 from headwise.replacement.planning.make_plan import split
 from tests.models.tiny_models import ALL
 
@@ -21,8 +20,8 @@ pytest.importorskip("transformers")
 
 FEW = [
     Choice("uniform"),
-    Choice("window", {"width": 9, "first": 1}),
-    Choice("near_far", {"block": 4, "rank": 1, "first": 1}),
+    Choice("window", {"width": 9, "leading": 1}),
+    Choice("near_far", {"block": 4, "rank": 1, "leading": 1}),
 ]
 BRIEF = Effort(steps=4, texts=1, options=3, evaluations=6, quick=True)
 
@@ -65,8 +64,8 @@ def test_the_drift_reported_is_the_rewritten_models(plan: Plan, model: nn.Module
     assert point.test == pytest.approx(drift_from_outside(plan, point, model), rel=1e-3, abs=1e-7)
 
 
-def drift_from_outside(plan: Plan, point: Point, model: nn.Module) -> float:
-    new, _ = rewrite(model, Plan(plan.model, plan.length, 0.0, plan.measure, point.sites, plan.fitted))
+def drift_from_outside(plan: Plan, point: PlanPoint, model: nn.Module) -> float:
+    new, _ = rewrite(model, replace(plan, sites=point.sites))
     given = batches()
     drifts = []
     with torch.no_grad():
@@ -92,8 +91,8 @@ def test_saved_and_read_again(plan: Plan, tmp_path: Path) -> None:
     again = Plan.load(tmp_path / "plan.json")
     assert again.sites == plan.sites
     assert [p.sites for p in again.curve] == [p.sites for p in plan.curve]
-    assert again.parameters.keys() == plan.parameters.keys()
-    assert all(torch.equal(again.parameters[key], x) for key, x in plan.parameters.items())
+    assert again.fitted.keys() == plan.fitted.keys()
+    assert all(torch.equal(again.fitted[at][name], x) for at, own in plan.fitted.items() for name, x in own.items())
 
 
 def edited(plan: Plan, directory: Path, change) -> Path:
@@ -109,11 +108,12 @@ def test_an_edited_choice_finds_its_tensors(plan: Plan, tmp_path: Path, model: n
     site = next(iter(plan.sites))
 
     def change(facts: dict) -> None:
-        facts["sites"][site][0] = {"kind": "near_far", "block": 4, "rank": 1, "first": 1}
+        facts["sites"][site][0] = {"kind": "near_far", "block": 4, "rank": 1, "leading": 1}
 
     again = Plan.load(edited(plan, tmp_path, change))
-    assert f"{site}|0|a" in again.parameters
-    rewrite(model, again)
+    new, _ = rewrite(model, again)
+    found = new.get_submodule(site).headwise.head_parameters(0)
+    assert torch.equal(found["a"], plan.fitted[site, 0, again.sites[site][0]]["a"])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_an_interrupted_run_goes_on(model: nn.Module, plan: Plan, tmp_path: Path
         if what == "measuring whole plans":
             raise KeyboardInterrupt
 
-    options = {"tolerance": 0.05, "choices": FEW, "effort": BRIEF, "work": tmp_path}
+    options = {"tolerance": 0.05, "choices": FEW, "effort": BRIEF, "partial_results": tmp_path}
     with pytest.raises(KeyboardInterrupt):
         headwise.plan(model, batches(), progress=interrupt, **options)
     assert (tmp_path / "drifts.jsonl").read_text().count("\n") > 0
@@ -166,7 +166,7 @@ def test_an_interrupted_run_goes_on(model: nn.Module, plan: Plan, tmp_path: Path
 
 def test_transfer_trains_the_chosen_operators_further(model: nn.Module, plan: Plan) -> None:
     further = headwise.plan(model, batches(), tolerance=0.05, choices=FEW, effort=BRIEF, transfer=12)
-    assert further.made["transfer"] == 12
+    assert further.provenance["transfer"] == 12
     moved = [key for key, x in further.fitted.items() if not torch.equal(x["a"], plan.fitted[key]["a"])]
     chosen = {(site, head, c) for site, cs in plan.sites.items() for head, c in enumerate(cs) if c.kind == "near_far"}
     assert not chosen or moved
@@ -189,10 +189,10 @@ def test_an_interrupted_transfer_goes_on(model: nn.Module, tmp_path: Path) -> No
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        headwise.plan(model, batches(), progress=interrupt, work=tmp_path, **options)
+        headwise.plan(model, batches(), progress=interrupt, partial_results=tmp_path, **options)
     assert trained[0][0] == 1 < trained[0][1]
     files = {file: file.stat().st_mtime_ns for file in tmp_path.glob("fit-*.pt")}
-    again = headwise.plan(model, batches(), work=tmp_path, **options)
+    again = headwise.plan(model, batches(), partial_results=tmp_path, **options)
     assert {file: file.stat().st_mtime_ns for file in files} == files
     assert [(p.sites, p.selection, p.test) for p in again.curve] == [
         (p.sites, p.selection, p.test) for p in plain.curve
@@ -201,22 +201,22 @@ def test_an_interrupted_transfer_goes_on(model: nn.Module, tmp_path: Path) -> No
 
 
 def test_work_of_other_texts_is_not_mixed_in(model: nn.Module, tmp_path: Path) -> None:
-    options = {"tolerance": 0.05, "choices": FEW, "effort": BRIEF, "work": tmp_path / "work"}
+    options = {"tolerance": 0.05, "choices": FEW, "effort": BRIEF, "partial_results": tmp_path / "work"}
     headwise.plan(model, batches(), **options)
-    with pytest.raises(InputError, match="other texts"):
+    with pytest.raises(InputError, match="other inputs"):
         headwise.plan(model, batches(count=8), **options)
     with pytest.raises(InputError, match="other settings"):
         headwise.plan(model, batches(), seed=1, **options)
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write to"):
-        headwise.plan(model, batches(), **{**options, "work": tmp_path / "file" / "work"})
+    with pytest.raises(InputError, match="cannot write"):
+        headwise.plan(model, batches(), **{**options, "partial_results": tmp_path / "file" / "work"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_model_in_half_precision(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     half = ALL["bert"]()[0].eval().to(dtype)
-    choices = [*FEW, Choice("toeplitz", {"reach": 4}), Choice("quadratic"), Choice("projected", {"rank": 4})]
+    choices = [*FEW, Choice("toeplitz", {"reach": 4}), Choice("gaussian_window"), Choice("projected", {"rank": 4})]
     found = headwise.plan(half, batches(), tolerance=0.5, choices=choices, effort=BRIEF)
     assert all(torch.isfinite(x).all() for own in found.fitted.values() for x in own.values())
     assert found.point is not None
@@ -233,7 +233,7 @@ def test_a_decoder_gets_causal_operators_and_is_judged_by_its_loss() -> None:
     decoder = ALL["gpt2"]()[0].eval()
     found = headwise.plan(decoder, batches(), tolerance=0.05, choices=FEW, effort=BRIEF)
     assert found.measure == "loss"
-    with pytest.raises(InputError, match="is causal, but nystrom"):
+    with pytest.raises(UnsupportedError, match="GPT2Model is causal, but nystrom"):
         headwise.plan(decoder, batches(), tolerance=0.05, choices=[Choice("nystrom", {"landmarks": 4})], effort=BRIEF)
 
 

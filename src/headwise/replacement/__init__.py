@@ -1,12 +1,37 @@
-"""Replace attention heads by cheaper operators: `plan` chooses them, `rewrite` installs them, `load` reads them back."""
+"""Replace attention heads by cheaper operators: `plan` chooses, `rewrite` installs, `load` restores a saved model."""
 
 from __future__ import annotations
 
-from headwise.replacement.choice import KINDS, Choice
-from headwise.replacement.install.mixed_heads import Heads
+from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.install.saved import load
-from headwise.replacement.plan import Plan, Point
-from headwise.replacement.planning.make_plan import plan
+from headwise.replacement.kinds import (
+    KINDS,
+    AttentionSample,
+    Choice,
+    HeadInputs,
+    Kind,
+    KindOption,
+    register_kind,
+)
+from headwise.replacement.plan import Plan, PlanPoint
+from headwise.replacement.planning.make_plan import Effort, plan
 from headwise.replacement.rewrite import rewrite
+from headwise.replacement.standard_kinds import SOFTMAX
 
-__all__ = ["KINDS", "Choice", "Heads", "Plan", "Point", "load", "plan", "rewrite"]
+__all__ = [
+    "KINDS",
+    "SOFTMAX",
+    "AttentionSample",
+    "Choice",
+    "Effort",
+    "HeadInputs",
+    "Kind",
+    "KindOption",
+    "MixedHeads",
+    "Plan",
+    "PlanPoint",
+    "load",
+    "plan",
+    "register_kind",
+    "rewrite",
+]

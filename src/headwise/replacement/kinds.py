@@ -1,63 +1,69 @@
-"""What a head may be replaced by: each kind with its options, learned tensors, operator, and where it is allowed.
+"""What a head may be replaced by: kinds of operators, registered by name, and a head's choice of one.
 
-A further kind is a further entry of KINDS.  Learned tensors are per head; `build` gets them stacked, (h, *shape).
+    {"kind": "window", "width": 65, "leading": 1}
+
+is how a plan writes a `Choice`.  `register_kind` adds a kind, and with it everything a plan needs to know about it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, final
+from types import MappingProxyType
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.errors import UnsupportedError
+from headwise.errors import InputError, UnsupportedError
 from headwise.operators.base import AttentionOperator
-from headwise.operators.linear.efficient import efficient
-from headwise.operators.linear.factored import factored
-from headwise.operators.linear.near_far import near_far
-from headwise.operators.linear.nystrom import nystrom
-from headwise.operators.linear.projected import projected
-from headwise.operators.linear.projections import Dense
-from headwise.operators.linear.window_low_rank import window_low_rank
-from headwise.operators.relative.offset import look
-from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
-from headwise.operators.softmax import softmax
-from headwise.operators.sparse.hashed import hashed, random_rotations
-from headwise.operators.sparse.window import window
-from headwise.operators.uniform import uniform
-
-if TYPE_CHECKING:
-    from headwise.replacement.choice import Choice
+from headwise.operators.masks import Mask
 
 Options = Mapping[str, int | float]
-Tensors = Mapping[str, Tensor]
-Shapes = dict[str, tuple[int, ...]]
+Tensors = dict[str, Tensor]
 
 
 @final
 @dataclass(frozen=True)
-class Option:
-    """A number with a default; a whole number if the default is one."""
+class KindOption:
+    """A number with a default and a minimum; a whole number if the default is one."""
 
     default: int | float
-    least: int | float | None = None
+    minimum: int | float | None = None
+
+    def checked(self, owner: str, value: Any) -> int | float:
+        """`value` as this option stores it; `owner` is the name in error messages."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise InputError(f"{owner} must be a number, but is {value!r}")
+        if isinstance(self.default, int):
+            if value != int(value):
+                raise InputError(f"{owner} must be a whole number, but is {value!r}")
+            value = int(value)
+        if self.minimum is not None and value < self.minimum:
+            raise InputError(f"{owner} must be at least {self.minimum}, but is {value}")
+        return value
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Call:
-    """What an operator is built from: q (b, h, m, k), k (b, h or fewer, n, k), `keep` (b, n) True at real keys."""
+class HeadInputs:
+    """What the operator of some heads is built from.
+
+    q                (b, h, m, k)
+    k                (b, h, n, k), or fewer heads, each shared by consecutive heads of q
+    mask             causality and padding: mask.causal, mask.key_mask (b, 1, n), True = attend
+    padding_before   (b, 1), number of padding keys before the first real one, where padding could not be moved to the
+                     end because queries are fewer than keys; only for kinds that count `from_first_key`
+    """
 
     q: Tensor
     k: Tensor
-    keep: Tensor | None
-    causal: bool
+    mask: Mask
     scale: float
+    padding_before: Tensor | None = None
 
     @property
     def m(self) -> int:
@@ -68,285 +74,231 @@ class Call:
         return self.k.shape[-2]
 
     @property
-    def shared_keep(self) -> Tensor | None:
-        """(b, 1, n): the same for every head."""
-        return None if self.keep is None else self.keep.unsqueeze(-2)
+    def causal(self) -> bool:
+        return self.mask.causal
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        """(b, 1, n), True = attend; the same for all heads."""
+        return self.mask.key_mask
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AttentionSample:
+    """One recorded attention call: its inputs, v (b, h or fewer, n, d), and the output (b, h, m, d) of the model."""
+
+    inputs: HeadInputs
+    v: Tensor
+    output: Tensor
+
+
+def _no_tensors(options: Options, length: int, width: int) -> Tensors:
+    return {}
+
+
+def _defaults_only(length: int, quick: bool) -> Iterable[Options]:
+    return [{}]
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """One way to replace a head, and where it may be used."""
+    """One way to replace a head.
 
-    about: str
-    operator: Callable[[Options, Call, Tensors], AttentionOperator]
-    options: dict[str, Option] = field(default_factory=dict)
-    begin: Callable[[Options, int, int], dict[str, Tensor]] = lambda options, n, d: {}
-    causal: bool = False  # has a causal form
-    cached: bool = False  # one query against all keys gives the row that all queries together would give
-    positional: bool = True  # speaks of positions that queries and keys share, so not for cross-attention
-    anchored: bool = False  # counts positions from the first real key, so padding before it has to be moved away
-    looks: bool = True  # P depends on q and k
+    summary          one line for people
+    build            (inputs, options, learned tensors stacked (h, *shape)) -> P with batch (b, h), (b, 1) or ()
+    options          the numbers that a plan may set
+    initial          (options, length, width) -> initial values of the learned tensors of one head
+    start            (options, samples, generator) -> better initial values from recorded calls, stacked (h, *shape)
+    step_sizes       initial step size of Adam for each learned tensor (default 0.02)
+    warm_start       an option that does not change the shapes of the learned tensors: a fit starts from the fit of a
+                     candidate that differs in this option only
+    candidates       (length, quick) -> option values that `plan` tries (default: the defaults of all options)
+    causal           whether P has a causal form; a function of the options if that depends on them
+    cached           one query against all keys gives the row that all queries together give, so a cache can be used
+    cross_attention  works for queries and keys at different positions
+    from_first_key   positions count from the first real key, so padding before it is moved to the end
+    reads_scores     P depends on q and k
+    per_position     some learned tensor has an entry for every position, so it must be fitted at the full length
+    """
 
-    def parameters(self, choice: Choice, n: int, d: int) -> Shapes:
-        """Shapes of the learned tensors of one head, for sequences of n and heads of width d."""
-        return {name: tuple(x.shape) for name, x in self.begin(choice.options, n, d).items()}
+    summary: str
+    build: Callable[[HeadInputs, Options, Tensors], AttentionOperator]
+    options: Mapping[str, KindOption] = field(default_factory=dict)
+    initial: Callable[[Options, int, int], Tensors] = _no_tensors
+    start: Callable[[Options, Sequence[AttentionSample], torch.Generator], Tensors] | None = None
+    step_sizes: Mapping[str, float] = field(default_factory=dict)
+    warm_start: str | None = None
+    candidates: Callable[[int, bool], Iterable[Options]] = _defaults_only
+    causal: bool | Callable[[Options], bool] = False
+    cached: bool = False
+    cross_attention: bool = False
+    from_first_key: bool = False
+    reads_scores: bool = True
+    per_position: bool = False
 
-    def initial(self, choice: Choice, n: int, d: int) -> dict[str, Tensor]:
-        """Their values before anything was fitted."""
-        return self.begin(choice.options, n, d)
 
-    def why_not_causal(self, choice: Choice) -> str | None:
-        """A reason if it may not stand in a decoder."""
+KINDS: dict[str, Kind] = {}
+"""Every registered kind by name."""
+
+
+def register_kind(name: str, kind: Kind) -> None:
+    """Make `kind` known to plans, to `rewrite` and to `load` under `name`.
+
+    A registered kind is among the candidates of `plan`, may be written into a plan.json, and is saved with a model;
+    register it again before loading such a model in another process.  For example an operator of your own:
+
+    >>> @dataclass(frozen=True, eq=False)
+    ... class FirstKey(AttentionOperator):
+    ...     '''P_ij = 1 for j = 0: every query attends to the first key.'''
+    ...
+    ...     m: int
+    ...     n: int
+    ...
+    ...     @property
+    ...     def shape(self):
+    ...         return torch.Size((self.m, self.n))
+    ...
+    ...     def apply(self, v):
+    ...         return v[..., :1, :].expand(*v.shape[:-2], self.m, v.shape[-1])
+    ...
+    ...     def cost(self, d):
+    ...         return Cost(multiply_adds=0)
+    >>> register_kind(
+    ...     "first_key",
+    ...     Kind(
+    ...         "attends to the first key only",
+    ...         build=lambda inputs, options, tensors: FirstKey(inputs.m, inputs.n),
+    ...         causal=True,
+    ...         cached=True,
+    ...         from_first_key=True,
+    ...         reads_scores=False,
+    ...     ),
+    ... )
+    >>> print(Choice("first_key"))
+    first_key
+    >>> del KINDS["first_key"]
+    """
+    for word in (name, *kind.options):
+        if not word.isidentifier():
+            raise InputError(f"register_kind: {word!r} must be a Python identifier, because plans are written with it")
+    if name in KINDS:
+        raise InputError(f"register_kind: {name!r} is registered already; choose another name")
+    KINDS[name] = kind
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """The kind of operator for one head, and its options.  Omitted options take their defaults.
+
+    >>> Choice("window", {"width": 65}) == Choice.from_dict({"kind": "window", "width": 65, "leading": 0})
+    True
+    """
+
+    kind: str
+    options: Options = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = self.definition.options
+        unknown = [name for name in self.options if name not in known]
+        if unknown:
+            raise InputError(
+                f"{self.kind}: unknown option {', '.join(map(repr, unknown))}; "
+                f"its options are {', '.join(known) or 'none'}"
+            )
+        values = {name: self.options.get(name, option.default) for name, option in known.items()}
+        values = {name: known[name].checked(f"{self.kind}: {name}", value) for name, value in values.items()}
+        object.__setattr__(self, "options", MappingProxyType(values))
+
+    @property
+    def definition(self) -> Kind:
+        """The registered kind."""
+        if self.kind not in KINDS:
+            raise InputError(
+                f"unknown kind of operator {self.kind!r}; the registered kinds are {', '.join(KINDS)} "
+                "(headwise.replacement.register_kind adds one)"
+            )
+        return KINDS[self.kind]
+
+    @property
+    def causal(self) -> bool:
+        """Whether it may be used in a decoder."""
+        causal = self.definition.causal
+        return causal(self.options) if callable(causal) else causal
+
+    def check_causal(self, owner: str) -> None:
+        """Raise UnsupportedError unless it may be used in a decoder."""
         if not self.causal:
-            return f"{choice.kind} lets a query see later keys and has no causal form"
-        if choice.kind == "shift" and choice.options["offset"] > 0:
-            return f"shift by {choice.options['offset']} looks at a later key; use an offset of at most 0"
-        return None
+            known = ", ".join(name for name, kind in KINDS.items() if kind.causal)
+            raise UnsupportedError(f"{owner} is causal, but {self} attends to later keys; use one of {known} instead")
 
-    def build(
-        self,
-        choice: Choice,
-        q: Tensor,
-        k: Tensor,
-        *,
-        keep: Tensor | None = None,
-        causal: bool = False,
-        scale: float,
-        parameters: Tensors,
-    ) -> AttentionOperator:
-        """P for the heads of one group: (b, h, m, n), or fewer batch axes where heads do not differ."""
-        call = Call(q, k, keep, causal, scale)
-        if causal and (reason := self.why_not_causal(choice)):
-            raise UnsupportedError(f"{reason}; use one of {', '.join(n for n, kind in KINDS.items() if kind.causal)}")
-        if self.positional and call.m != call.n and not (causal and self.cached and call.m < call.n):
+    def initial(self, length: int, width: int) -> Tensors:
+        """Learned tensors of one head before fitting, for sequences of up to `length` and heads of `width`."""
+        return self.definition.initial(self.options, length, width)
+
+    def operator(self, inputs: HeadInputs, tensors: Tensors) -> AttentionOperator:
+        """P for heads with the same choice: (b, h, m, n), or fewer batch axes where heads do not differ."""
+        kind, m, n = self.definition, inputs.m, inputs.n
+        if inputs.causal:
+            self.check_causal("attention")
+        if not kind.cross_attention and m != n and not (inputs.causal and kind.cached and m < n):
             raise UnsupportedError(
-                f"{choice.kind}: m = {call.m} queries against n = {call.n} keys, "
+                f"{self.kind}: m = {m} queries against n = {n} keys, but "
                 + (
-                    f"but {choice.kind} cannot answer new queries from cached keys; call generate with use_cache=False"
-                    if causal
-                    else "but it needs queries and keys at the same positions; use exact for cross-attention"
+                    f"{self.kind} cannot compute new queries from cached keys; call generate with use_cache=False"
+                    if inputs.causal
+                    else "it needs queries and keys at the same positions; use softmax for cross-attention"
                 )
             )
-        return self.operator(choice.options, call, parameters)
+        return kind.build(inputs, self.options, tensors)
 
-    def cost(self, choice: Choice, n: int, d: int, causal: bool) -> Cost:
-        """What one head of one sequence costs, from the operator itself."""
-        return _cost(choice, n, d, causal)
+    def cost(self, n: int, width: int, causal: bool) -> Cost:
+        """Cost of one head for one sequence of n, as the operator itself counts it."""
+        return _cost(self, n, width, causal)
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **self.options}
 
-@cache  # building P takes 0.1 to 20 ms and a search asks for the same few costs thousands of times
-def _cost(choice: Choice, n: int, d: int, causal: bool) -> Cost:
-    kind, zeros = KINDS[choice.kind], torch.zeros(1, 1, n, d)
-    stacked = {name: x.unsqueeze(0) for name, x in kind.initial(choice, n, d).items()}
-    P = kind.build(choice, zeros, zeros, causal=causal, scale=1.0, parameters=stacked)
-    return P.cost(d)
+    @staticmethod
+    def from_dict(d: Mapping[str, Any]) -> Choice:
+        if not isinstance(d, Mapping) or not isinstance(d.get("kind"), str):
+            raise InputError(f'an operator is written {{"kind": "window", "width": 65}}, but the plan has {d!r}')
+        return Choice(d["kind"], {name: value for name, value in d.items() if name != "kind"})
 
+    @staticmethod
+    def from_str(text: str) -> Choice:
+        """The inverse of `str(choice)`."""
+        kind, *options = text.split()
+        return Choice(kind, {name: float(value) for name, value in (option.split("=") for option in options)})
 
-def _exact(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    return softmax(c.q, c.k, scale=c.scale, causal=c.causal, key_mask=c.keep)
+    def __hash__(self) -> int:
+        return hash((self.kind, tuple(self.options.items())))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Choice, (self.kind, dict(self.options))  # a mapping proxy cannot be copied
 
-def _uniform(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    return uniform(c.m, c.n, causal=c.causal, key_mask=c.shared_keep)
-
-
-def _shift(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    return look(c.m, c.n, int(options["offset"]), like=c.q, keep=c.shared_keep)
-
-
-def _offsets(c: Call) -> Tensor:
-    """j - i for the diagonals of P from the bottom left, the last query at the last key: (m + n - 1,)"""
-    return torch.arange(-(c.n - 1), c.m, device=c.q.device)
-
-
-def _by_offset(c: Call, logits: Tensor) -> AttentionOperator:
-    logits = logits.to(c.q.dtype).unsqueeze(0)  # (1, h, m + n - 1)
-    return toeplitz_softmax(logits, c.m, c.n, causal=c.causal, key_mask=c.shared_keep)
+    def __str__(self) -> str:
+        return " ".join([self.kind, *(f"{name}={value:g}" for name, value in self.options.items())])
 
 
-def _toeplitz(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    reach = int(options["reach"])
-    return _by_offset(c, own["profile"].index_select(-1, _offsets(c).clamp(-reach, reach) + reach))
+@cache  # building P takes 0.1 to 20 ms, and a search needs the same few costs thousands of times
+def _cost(choice: Choice, n: int, width: int, causal: bool) -> Cost:
+    zeros = torch.zeros(1, 1, n, width)
+    tensors = {name: x.unsqueeze(0) for name, x in choice.initial(n, width).items()}
+    return choice.operator(HeadInputs(zeros, zeros, Mask(n, n, causal), 1.0), tensors).cost(width)
 
 
-def _quadratic(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    away = _offsets(c).to(own["centre"].dtype) - own["centre"].unsqueeze(-1)
-    return _by_offset(c, -away.square() * (-2 * own["log_width"]).exp().unsqueeze(-1) / 2)
+def candidates(length: int, *, causal: bool, calibration_length: int, quick: bool = False) -> list[Choice]:
+    """The choices that `plan` tries for sequences of `length`.
 
-
-def _window(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    width, first = int(options["width"]), min(int(options["first"]), c.n)
-    return window(c.q, c.k, width, tokens=first, scale=c.scale, causal=c.causal, key_mask=c.keep)
-
-
-def _nystrom(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    return nystrom(c.q, c.k, min(int(options["landmarks"]), c.m, c.n), scale=c.scale, key_mask=c.keep)
-
-
-def _columns(kind: str, c: Call, matrix: Tensor) -> Dense:
-    """The columns of a learned projection for n keys; fewer than r are no reason to stop."""
-    if c.n > matrix.shape[-1]:
-        raise UnsupportedError(
-            f"{kind}: its projection was fitted for at most {matrix.shape[-1]} keys, but there are {c.n}; "
-            "shorten the input, or plan again with a greater length"
-        )
-    return Dense(matrix[..., : c.n].to(c.q.dtype))
-
-
-def _projected(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    e, f = (_columns("projected", c, own[name]) for name in ("e", "f"))
-    return projected(c.q, c.k, e, f, scale=c.scale, key_mask=c.keep)
-
-
-def _factored(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    e, f = (_columns("factored", c, own[name]) for name in ("e", "f"))
-    return factored(c.q, c.k, e, f, scale=options["sharpness"] * c.scale, key_mask=c.keep)
-
-
-def _double_softmax(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    return efficient(c.q, c.k, scale=options["sharpness"] * c.scale, causal=c.causal, key_mask=c.keep)
-
-
-def _window_low_rank(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    e, f = (_columns("window_low_rank", c, own[name]) for name in ("e", "f"))
-    first = min(int(options["first"]), c.n)
-    bias, width = own["bias"].to(c.q.dtype), int(options["width"])
-    return window_low_rank(c.q, c.k, width, e, f, bias, tokens=first, scale=c.scale, key_mask=c.keep)
-
-
-def _near_far(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    a, b, weight = (own[name].to(c.q.dtype) for name in ("a", "b", "c"))
-    block, first = int(options["block"]), min(int(options["first"]), c.n - 1)
-    return near_far(c.q, c.k, a, b, weight, block=block, first=first, scale=c.scale, causal=c.causal, key_mask=c.keep)
-
-
-def _hashed(options: Options, c: Call, own: Tensors) -> AttentionOperator:
-    rounds, chunk = int(options["rounds"]), int(options["chunk"])
-    rotations = _rotations(c.q.shape[-1], c.n / chunk, rounds).to(c.q)
-    k = c.k if c.k.shape[-3] == c.q.shape[-3] else c.k.repeat_interleave(c.q.shape[-3] // c.k.shape[-3], -3)
-    return hashed(c.q, k, rotations, rounds=rounds, chunk=chunk, scale=c.scale, causal=c.causal, key_mask=c.keep)
-
-
-@torch.compiler.assume_constant_result
-def _rotations(width: int, buckets: float, rounds: int) -> Tensor:
-    return random_rotations(width, buckets, rounds, generator=torch.Generator().manual_seed(0))
-
-
-def _pooled(rank: int, n: int) -> Tensor:
-    """Means of r stretches of n positions, as even as can be: (r, n)"""
-    of = (torch.arange(n) * rank).div(n, rounding_mode="floor")
-    e = torch.nn.functional.one_hot(of, rank).T.float()
-    return e / e.sum(-1, keepdim=True).clamp(min=1)
-
-
-def _begin_projection(options: Options, n: int, d: int) -> dict[str, Tensor]:
-    e = _pooled(min(int(options["rank"]), n), n)
-    return {"e": e, "f": e.clone()}
-
-
-def _begin_window_low_rank(options: Options, n: int, d: int) -> dict[str, Tensor]:
-    begun = _begin_projection(options, n, d)
-    # a mean that stands for n / r keys weighs as much as they do
-    return {**begun, "bias": begun["e"].gt(0).sum(-1).float().log()}
-
-
-def _begin_near_far(options: Options, n: int, d: int) -> dict[str, Tensor]:
-    rank = int(options["rank"])
-    # far keys weigh as if their scores were zero
-    return {"a": torch.zeros(rank, d), "b": torch.zeros(rank, d), "c": torch.zeros(rank) - math.log(rank)}
-
-
-def _begin_toeplitz(options: Options, n: int, d: int) -> dict[str, Tensor]:
-    return {"profile": torch.zeros(2 * int(options["reach"]) + 1)}
-
-
-def _begin_quadratic(options: Options, n: int, d: int) -> dict[str, Tensor]:
-    return {"centre": torch.zeros(()), "log_width": torch.zeros(())}
-
-
-RANK, SHARP = Option(64, 1), Option(1.0, 1e-6)
-
-KINDS: dict[str, Kind] = {
-    "exact": Kind("softmax over all keys, as before", _exact, causal=True, cached=True, positional=False),
-    "uniform": Kind("the mean of the values", _uniform, causal=True, cached=True, positional=False, looks=False),
-    "shift": Kind(
-        "the key `offset` places further, at the ends the outermost one",
-        _shift,
-        {"offset": Option(0)},
-        causal=True,
-        cached=True,
-        looks=False,
-    ),
-    "toeplitz": Kind(
-        "softmax of a learned profile over offsets -reach..reach, constant beyond",
-        _toeplitz,
-        {"reach": Option(128, 0)},
-        _begin_toeplitz,
-        causal=True,
-        cached=True,
-        looks=False,
-    ),
-    "quadratic": Kind(
-        "softmax of -(offset - centre)^2 / (2 width^2), both learned",
-        _quadratic,
-        begin=_begin_quadratic,
-        causal=True,
-        cached=True,
-        looks=False,
-    ),
-    "window": Kind(
-        "softmax over `width` neighbours and the `first` keys",
-        _window,
-        {"width": Option(65, 1), "first": Option(0, 0)},
-        causal=True,
-        cached=True,
-        anchored=True,
-    ),
-    "nystrom": Kind("through means of segments", _nystrom, {"landmarks": RANK}, positional=False, anchored=True),
-    "projected": Kind(
-        "softmax over `rank` learned mixtures of the keys",
-        _projected,
-        {"rank": RANK},
-        _begin_projection,
-        positional=False,
-        anchored=True,
-    ),
-    "double_softmax": Kind(
-        "softmax over features of q times softmax over keys of k",
-        _double_softmax,
-        {"sharpness": SHARP},
-        causal=True,
-        cached=True,
-        positional=False,
-    ),
-    "factored": Kind(
-        "the double softmax over `rank` learned mixtures of the keys",
-        _factored,
-        {"rank": RANK, "sharpness": SHARP},
-        _begin_projection,
-        positional=False,
-        anchored=True,
-    ),
-    "window_low_rank": Kind(
-        "softmax over `width` neighbours, the `first` keys and `rank` learned mixtures, one normaliser for all",
-        _window_low_rank,
-        {"width": Option(33, 1), "rank": Option(16, 1), "first": Option(0, 0)},
-        _begin_window_low_rank,
-        anchored=True,
-    ),
-    "near_far": Kind(
-        "softmax over its own and the neighbouring blocks and the `first` keys, `rank` learned features for the others",
-        _near_far,
-        {"block": Option(16, 1), "rank": Option(4, 1), "first": Option(0, 0)},
-        _begin_near_far,
-        causal=True,
-        anchored=True,
-    ),
-    "hashed": Kind(
-        "softmax over keys that fall near the query in a sorted hash",
-        _hashed,
-        {"rounds": Option(4, 1), "chunk": Option(64, 1)},
-        causal=True,
-    ),
-}
+    Kinds with a learned entry per position are left out if the calibration texts are shorter than `length`.
+    """
+    choices = [
+        Choice(name, options)
+        for name, kind in KINDS.items()
+        if calibration_length >= length or not kind.per_position
+        for options in kind.candidates(length, quick)
+    ]
+    return [choice for choice in choices if choice.causal or not causal]

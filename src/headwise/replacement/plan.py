@@ -1,14 +1,13 @@
-"""A plan: for every head of a model the operator that replaces it, how far that moves the model, and what it saves.
+"""A plan: for every head of a model the operator that replaces it, how far that moves the output, and what it saves.
 
-plan.json is for people: `sites` lists a choice a head and may be edited.  plan.safetensors beside it holds the learned
-tensors of every choice that was fitted, so that an edited choice finds its own.
+plan.json may be edited by hand: `sites` lists one choice per head.  plan.safetensors beside it holds the learned
+tensors of every choice that was fitted, so an edited choice finds its tensors.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,134 +18,177 @@ from torch import Tensor, nn
 from headwise.errors import InputError
 from headwise.models.fingerprint import fingerprint
 from headwise.models.load import one_line
-from headwise.replacement.choice import EXACT, Choice
-from headwise.replacement.install.mixed_heads import parameter_key
+from headwise.outputs import atomic, json_text, write_text
+from headwise.replacement.install.mixed_heads import MixedHeads
+from headwise.replacement.kinds import Choice
+from headwise.replacement.standard_kinds import SOFTMAX
 
-SCHEMA = 1
+SCHEMA = 2
 
-Sites = dict[str, list[Choice]]
+Sites = Mapping[str, Sequence[Choice]]
+"""{name of the module that computes attention: [choice of head 0, choice of head 1, ...]}"""
+
+FittedTensors = Mapping[tuple[str, int, Choice], Mapping[str, Tensor]]
+"""Learned tensors by (site, head, choice)."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Point:
-    """One way to rewrite the model: what it costs relative to exact attention, and how far it moves the answer.
+class PlanPoint:
+    """One point of the trade-off: its cost relative to softmax attention, and its drift.
 
-    selection and its standard error are over the texts that chose it, test over texts that chose nothing.
+    selection and standard_error are over the texts that chose it, test is over texts not used before.
     """
 
     sites: Sites
     cost: float
     selection: float
-    error: float
+    standard_error: float
     test: float | None = None
     name: str = ""
 
+    @property
+    def drift(self) -> float:
+        """On the test texts if it was measured there."""
+        return self.selection if self.test is None else self.test
+
     def meets(self, tolerance: float) -> bool:
-        """With one standard error to spare, for what is chosen by a mean is a little luckier than it should be."""
-        return self.selection + self.error <= tolerance
+        """One standard error of slack against selection bias."""
+        return self.selection + self.standard_error <= tolerance
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What `rewrite` carries out, and the whole trade-off it was chosen from.
+    """What `rewrite` installs, and the trade-off it was chosen from.
 
-    model      class, name, fingerprint, and for each site its heads, width and causality
-    fitted     learned tensors by (site, head, choice)
-    curve      points from the dearest to the cheapest, none of them worse than a cheaper one
-    baselines  the same operator for every head
+    model       {"class", "name", "fingerprint", "sites": {site: {"heads", "width", "causal"}}}; a plan without a
+                fingerprint is not checked against the weights
+    length      sequence length the plan was made for
+    sites       the choice for every head
+    fitted      learned tensors by (site, head, choice); choices not in it keep their initial values
+    tolerance   largest drift allowed, as measured by `measure`: "cosine" or "loss"
+    curve       Pareto-optimal points in order of decreasing cost
+    baselines   points with the same operator for every head
+    timing      measured seconds of attention on this machine
+    skipped     {site: why its heads were left unchanged}
+    provenance  how the plan was made: command, data, seed, effort
     """
 
     model: Mapping[str, Any]
     length: int
-    tolerance: float
-    measure: str
     sites: Sites
-    fitted: Mapping[tuple[str, int, Choice], Mapping[str, Tensor]] = field(default_factory=dict)
-    curve: Sequence[Point] = ()
-    baselines: Sequence[Point] = ()
+    fitted: FittedTensors = field(default_factory=dict)
+    tolerance: float = 0.0
+    measure: str = "cosine"
+    curve: Sequence[PlanPoint] = ()
+    baselines: Sequence[PlanPoint] = ()
     timing: Mapping[str, Any] = field(default_factory=dict)
-    left: Mapping[str, str] = field(default_factory=dict)
-    made: Mapping[str, Any] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
-        """The learned tensors of the chosen operators, by `parameter_key`."""
-        return {
-            parameter_key(site, head, name): x
-            for site, choices in self.sites.items()
-            for head, choice in enumerate(choices)
-            for name, x in self.fitted.get((site, head, choice), {}).items()
-        }
-
-    @property
-    def point(self) -> Point | None:
-        """The point of the curve that the plan stands at; None once it was edited."""
+    def point(self) -> PlanPoint | None:
+        """The point of the curve with the choices of this plan; None if the plan was edited."""
         return next((point for point in self.curve if point.sites == self.sites), None)
 
     def at(self, tolerance: float) -> Plan:
-        """The cheapest point of the curve that moves the answer by at most `tolerance`."""
-        if not (math.isfinite(tolerance) and tolerance >= 0):
-            raise InputError(f"a tolerance is a number of at least 0, but is {tolerance}")
-        enough = [point for point in self.curve if point.meets(tolerance)]
-        if not enough:
-            raise InputError(f"no point of the curve is within {tolerance:g}, not even exact attention")
-        return replace(self, tolerance=tolerance, sites=min(enough, key=lambda point: point.cost).sites)
+        """The plan at the cheapest point of the curve with a drift of at most `tolerance`."""
+        check_tolerance(tolerance)
+        allowed = [point for point in self.curve if point.meets(tolerance)]
+        if not allowed:
+            raise InputError(f"no point of the curve is within a tolerance of {tolerance:g}")
+        return replace(self, tolerance=tolerance, sites=min(allowed, key=lambda point: point.cost).sites)
 
     def cost(self, length: int | None = None, sites: Sites | None = None) -> float:
-        """Multiply-adds of all heads over those of exact attention, for one sequence of `length`."""
-        n, total, exact = length or self.length, 0, 0
+        """Multiply-adds of all heads for one sequence of `length`, relative to softmax attention."""
+        n, planned, unchanged = length or self.length, 0, 0
         for site, choices in (sites or self.sites).items():
-            known = self.model["sites"][site]
-            d, causal = int(known["width"]), bool(known["causal"])
-            total += sum(c.of.cost(c, n, d, causal).multiply_adds for c in choices)
-            exact += len(choices) * EXACT.of.cost(EXACT, n, d, causal).multiply_adds
-        return total / exact
+            facts = self.model["sites"][site]
+            size = n, int(facts["width"]), bool(facts["causal"])
+            planned += sum(choice.cost(*size).multiply_adds for choice in choices)
+            unchanged += len(choices) * SOFTMAX.cost(*size).multiply_adds
+        return planned / unchanged
 
     def check(self, model: nn.Module) -> None:
-        """The plan is for this very model, or a sentence."""
-        found = fingerprint(model, {})
-        if found != self.model["fingerprint"]:
+        """Raise InputError or UnsupportedError unless the plan can be installed in `model`."""
+        name = type(model).__name__.removeprefix("Headwise")
+        planned = str(self.model.get("class", name)).removeprefix("Headwise")
+        if planned != name:
+            raise InputError(f"the plan was made for a {planned}, but the model is a {name}; plan again for this model")
+        if not self.sites:
+            raise InputError("the plan lists no attention sites, so there is nothing to rewrite")
+        modules, known = dict(model.named_modules()), self.model.get("sites", {})
+        for site, choices in self.sites.items():
+            module = modules.get(site.partition("@")[0])
+            if module is None:
+                raise InputError(
+                    f"the plan was made for another model: {name} has no module {site.partition('@')[0]!r}"
+                )
+            if site not in known:
+                raise InputError(f"the plan lists {site!r}, but its description of the model has no such site")
+            if known[site]["heads"] != len(choices):
+                raise InputError(f"{site}: has {known[site]['heads']} heads, but the plan has {len(choices)} choices")
+            if known[site].get("causal", getattr(module, "is_causal", False)):
+                for head, choice in enumerate(choices):
+                    choice.check_causal(f"{site}: head {head}")
+        positions = max_positions(model)
+        if positions is not None and self.length > positions:
+            raise InputError(f"the plan is for a length of {self.length}, but {name} has {positions} positions")
+        expected = self.model.get("fingerprint")
+        # a body without its pooler differs in weights from the planned one
+        comparable = expected is not None and getattr(model, "pooler", model) is not None
+        if comparable and fingerprint(model, {}) != expected:
             raise InputError(
-                f"the plan was made for {self.model['name']} ({self.model['class']}), whose weights are not those of "
-                f"this {type(model).__name__}; plan again for this model"
+                f"the plan was made for {self.model.get('name', planned)} ({planned}), whose weights differ from "
+                f"those of this {name}; plan again for this model"
             )
 
+    def mixed_heads(self, site: str) -> MixedHeads:
+        """The module that computes attention at `site`, with its fitted tensors."""
+        choices, width = self.sites[site], int(self.model["sites"][site]["width"])
+        fitted = {head: dict(self.fitted.get((site, head, choice), {})) for head, choice in enumerate(choices)}
+        for head, tensors in fitted.items():
+            missing = choices[head].initial(self.length, width).keys() - tensors.keys()
+            if tensors and missing:
+                names = ", ".join(sorted(missing))
+                raise InputError(f"{site}: head {head} is {choices[head]}, but the plan lacks its fitted {names}")
+        return MixedHeads(choices, width, self.length, fitted)
+
+    def prefixed(self, prefix: str) -> Plan:
+        """The same plan for a model that contains the planned one under the name `prefix`."""
+        return replace(
+            self,
+            model={**self.model, "sites": {prefix + site: facts for site, facts in self.model["sites"].items()}},
+            sites={prefix + site: choices for site, choices in self.sites.items()},
+            fitted={(prefix + site, head, choice): x for (site, head, choice), x in self.fitted.items()},
+        )
+
     def save(self, directory: str | Path) -> list[Path]:
-        """plan.json and, if anything was fitted, plan.safetensors; written beside and renamed at the end."""
+        """Write plan.json and, if anything was fitted, plan.safetensors; returns their paths."""
         out = Path(directory)
         files = [out / "plan.json"]
         tensors = {
             f"{site}|{head}|{choice}|{name}": x.contiguous()
-            for (site, head, choice), own in self.fitted.items()
-            for name, x in own.items()
+            for (site, head, choice), named in self.fitted.items()
+            for name, x in named.items()
         }
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            if tensors:
-                from safetensors.torch import save_file
+        if tensors:
+            from safetensors.torch import save_file
 
-                files.append(out / "plan.safetensors")
-                beside = out / f".plan-{os.getpid()}.safetensors"
-                save_file(tensors, beside)
-                beside.replace(files[-1])
-            beside = out / f".plan-{os.getpid()}.json"
-            beside.write_text(_pretty(self.to_dict()) + "\n", encoding="utf-8")
-            beside.replace(files[0])
-        except OSError as error:
-            raise InputError(f"cannot write the plan to {out}: {error.strerror or error}") from error
+            files.append(out / "plan.safetensors")
+            with atomic(files[-1]) as temporary:
+                save_file(tensors, temporary)
+        write_text(files[0], _one_line_per_head(self.to_dict()) + "\n")
         return files
 
     def to_dict(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers; the curve names its choices by their place in `choices`."""
-        known = list(dict.fromkeys(c for p in (*self.curve, *self.baselines) for cs in p.sites.values() for c in cs))
-        place = {choice: index for index, choice in enumerate(known)}
+        """Dicts, lists, strings and numbers; points refer to choices by their index in `choices`."""
+        points = (*self.curve, *self.baselines)
+        index = {c: i for i, c in enumerate(dict.fromkeys(c for p in points for _, _, c in each_head(p.sites)))}
 
-        def point(p: Point) -> dict[str, Any]:
-            rows = {site: [place[c] for c in choices] for site, choices in p.sites.items()}
-            facts = {"name": p.name, "cost": p.cost, "selection": p.selection, "error": p.error, "test": p.test}
-            return {**facts, "sites": rows}
+        def point(p: PlanPoint) -> dict[str, Any]:
+            return {**vars(p), "sites": {site: [index[c] for c in choices] for site, choices in p.sites.items()}}
 
         return {
             "schema": SCHEMA,
@@ -155,39 +197,53 @@ class Plan:
             "tolerance": self.tolerance,
             "measure": self.measure,
             "sites": {site: [choice.to_dict() for choice in choices] for site, choices in self.sites.items()},
-            "choices": [choice.to_dict() for choice in known],
+            "choices": [choice.to_dict() for choice in index],
             "curve": [point(p) for p in self.curve],
             "baselines": [point(p) for p in self.baselines],
             "timing": dict(self.timing),
-            "left": dict(self.left),
-            "made": dict(self.made),
+            "skipped": dict(self.skipped),
+            "provenance": dict(self.provenance),
         }
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """From the directory `save` wrote to, or its plan.json; whatever is wrong with it is one sentence."""
-        given = Path(path).expanduser()
-        file = given / "plan.json" if given.is_dir() else given
+        """Read a plan.json, or the directory that `save` wrote; raises InputError that names what is wrong with it."""
+        path = Path(path).expanduser()
+        file = path / "plan.json" if path.is_dir() else path
         facts = _read(file)
-        model, length = facts["model"], _whole(file, "length", facts["length"])
-        sites = _sites(file, facts["sites"], model)
-        tensors = _tensors(file.with_suffix(".safetensors"))
-        known = [Choice.from_dict(d) for d in facts.get("choices", [])]
+        choices = [Choice.from_dict(d) for d in facts.get("choices", [])]
         plan = Plan(
-            model,
-            length,
+            facts["model"],
+            facts["length"],
+            _read_sites(file, facts["sites"], facts["model"]),
+            _read_tensors(file.with_suffix(".safetensors")),
             float(facts["tolerance"]),
             str(facts["measure"]),
-            sites,
-            _fitted(file, tensors),
-            [_point(file, p, known) for p in facts.get("curve", [])],
-            [_point(file, p, known) for p in facts.get("baselines", [])],
-            facts.get("timing", {}),
-            facts.get("left", {}),
-            facts.get("made", {}),
+            *([_read_point(file, p, choices) for p in facts.get(name, [])] for name in ("curve", "baselines")),
+            *(facts.get(name, {}) for name in ("timing", "skipped", "provenance")),
         )
-        _complete(file, plan)
+        for site, head, choice in each_head(plan.sites):
+            _check_fitted(file, plan, site, head, choice)
         return plan
+
+
+def each_head(sites: Sites) -> Iterator[tuple[str, int, Choice]]:
+    """(site, head, choice) in order."""
+    for site, choices in sites.items():
+        for head, choice in enumerate(choices):
+            yield site, head, choice
+
+
+def check_tolerance(tolerance: float) -> None:
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise InputError(f"tolerance must be a finite number of at least 0, but is {tolerance}")
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """The longest sequence that the config of a model allows, None if it sets no limit."""
+    config = getattr(model, "config", None)
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -197,108 +253,86 @@ def _read(file: Path) -> dict[str, Any]:
         raise InputError(f"cannot read {file}: {error.strerror or error}; name a plan.json made by plan") from error
     except ValueError as error:
         raise InputError(f"{file} is not JSON ({error})") from error
-    needed = ("model", "length", "tolerance", "measure", "sites")
-    if not isinstance(facts, dict) or any(name not in facts for name in needed):
-        raise InputError(f"{file} is not a plan: it needs {', '.join(needed)}")
+    required = ("model", "length", "tolerance", "measure", "sites")
+    if not isinstance(facts, dict) or any(name not in facts for name in required):
+        raise InputError(f"{file} is not a plan: it needs {', '.join(required)}")
     if facts.get("schema") != SCHEMA:
-        raise InputError(f"{file} has schema {facts.get('schema')}, this version reads {SCHEMA}; plan again")
-    described = facts["model"].get("sites") if isinstance(facts["model"], dict) else None
-    if not isinstance(described, dict) or "fingerprint" not in facts["model"]:
-        raise InputError(f"{file} does not say which model it is for: model needs class, fingerprint and sites")
+        raise InputError(f"{file} has schema {facts.get('schema')}, but this version reads {SCHEMA}; plan again")
+    model, length = facts["model"], facts["length"]
+    if not isinstance(model, dict) or not isinstance(model.get("sites"), dict) or "fingerprint" not in model:
+        raise InputError(f"{file} does not describe its model: model needs class, fingerprint and sites")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise InputError(f"{file}: length must be a whole number of at least 1, but is {length!r}")
     return facts
 
 
-def _sites(file: Path, given: Any, model: Mapping[str, Any]) -> Sites:
-    if not isinstance(given, dict) or not given:
-        raise InputError(f"{file}: sites must be an object with a list of choices for each site, but is {given!r}")
-    found: Sites = {}
-    for site, choices in given.items():
+def _read_sites(file: Path, sites: Any, model: Mapping[str, Any]) -> Sites:
+    if not isinstance(sites, dict) or not sites:
+        raise InputError(f"{file}: sites must be an object with a list of choices for each site, but is {sites!r}")
+    result: dict[str, list[Choice]] = {}
+    for site, choices in sites.items():
         if site not in model["sites"]:
             raise InputError(f"{file}: the model has no site {site!r}; it has {', '.join(model['sites'])}")
         heads = model["sites"][site]["heads"]
         if not isinstance(choices, list) or len(choices) != heads:
             count = len(choices) if isinstance(choices, list) else choices
             raise InputError(f"{file}: {site} has {heads} heads, but the plan has {count} choices for it")
-        found[site] = []
-        for head, written in enumerate(choices):
+        result[site] = []
+        for head, choice in enumerate(choices):
             try:
-                found[site].append(Choice.from_dict(written))
+                result[site].append(Choice.from_dict(choice))
             except InputError as error:
                 raise InputError(f"{file}: {site}, head {head}: {error}") from error
-    return found
+    return result
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
+def _read_tensors(file: Path) -> FittedTensors:
     if not file.exists():
         return {}
+    fitted: dict[tuple[str, int, Choice], dict[str, Tensor]] = {}
     try:
         from safetensors.torch import load_file
 
-        return load_file(file)
+        for key, x in load_file(file).items():
+            site, head, choice, name = key.rsplit("|", 3)
+            fitted.setdefault((site, int(head), Choice.from_str(choice)), {})[name] = x
     except Exception as error:
         raise InputError(f"cannot read the learned tensors in {file} ({one_line(error)})") from error
+    return fitted
 
 
-def _fitted(file: Path, tensors: Mapping[str, Tensor]) -> dict[tuple[str, int, Choice], dict[str, Tensor]]:
-    found: dict[tuple[str, int, Choice], dict[str, Tensor]] = {}
-    for key, x in tensors.items():
-        site, head, words, name = key.rsplit("|", 3)
-        found.setdefault((site, int(head), _spoken(words)), {})[name] = x
-    return found
+def _check_fitted(file: Path, plan: Plan, site: str, head: int, choice: Choice) -> None:
+    """Raise InputError unless every learned tensor of the choice was fitted, in the right size."""
+    fitted = plan.fitted.get((site, head, choice), {})
+    for name, initial in choice.initial(plan.length, int(plan.model["sites"][site]["width"])).items():
+        if name not in fitted:
+            others = sorted({str(c) for s, h, c in plan.fitted if (s, h) == (site, head)})
+            raise InputError(
+                f"{file}: {site}, head {head} is {choice}, whose tensor {name!r} was not fitted; "
+                f"choose one that was ({', '.join(others) or 'none'}) or one without learned tensors"
+            )
+        if fitted[name].shape != initial.shape:
+            raise InputError(
+                f"{file}: {site}, head {head} is {choice}: its {name} should be {tuple(initial.shape)}, but is "
+                f"{tuple(fitted[name].shape)}"
+            )
 
 
-def _spoken(words: str) -> Choice:
-    """The inverse of str(choice)."""
-    kind, *options = words.split()
-    return Choice(kind, {name: float(value) for name, value in (option.split("=") for option in options)})
-
-
-def _complete(file: Path, plan: Plan) -> None:
-    """Every chosen operator that learns has its tensors, in its own sizes."""
-    for site, head, choice in each(plan.sites):
-        shapes = choice.of.parameters(choice, plan.length, int(plan.model["sites"][site]["width"]))
-        own = plan.fitted.get((site, head, choice), {})
-        for name, shape in shapes.items():
-            if name not in own:
-                known = sorted({str(c) for s, h, c in plan.fitted if (s, h) == (site, head)})
-                raise InputError(
-                    f"{file}: {site}, head {head} is {choice}, whose tensor {name!r} was not fitted; "
-                    f"choose one that was ({', '.join(known) or 'none'}) or one without learned tensors"
-                )
-            if tuple(own[name].shape) != shape:
-                raise InputError(
-                    f"{file}: {site}, head {head} is {choice}: its {name} should be {shape}, but is "
-                    f"{tuple(own[name].shape)}"
-                )
-
-
-def each(sites: Sites) -> Iterator[tuple[str, int, Choice]]:
-    """(site, head, choice) in order."""
-    for site, choices in sites.items():
-        for head, choice in enumerate(choices):
-            yield site, head, choice
-
-
-def _point(file: Path, facts: Mapping[str, Any], known: Sequence[Choice]) -> Point:
+def _read_point(file: Path, facts: Mapping[str, Any], choices: Sequence[Choice]) -> PlanPoint:
     try:
-        sites = {site: [known[i] for i in row] for site, row in facts["sites"].items()}
-        return Point(sites, facts["cost"], facts["selection"], facts["error"], facts["test"], facts["name"])
+        return PlanPoint(
+            **{**facts, "sites": {site: [choices[i] for i in row] for site, row in facts["sites"].items()}}
+        )
     except (KeyError, IndexError, TypeError) as error:
         raise InputError(f"{file}: a point of the curve is damaged ({one_line(error)}); plan again") from error
 
 
-def _whole(file: Path, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{file}: {name} must be a whole number of at least 1, but is {value!r}")
-    return value
-
-
-def _pretty(value: Any, depth: int = 0) -> str:
-    """JSON with a line for each head and each point: short enough to read, and to edit."""
+def _one_line_per_head(value: Any, depth: int = 0) -> str:
+    """JSON with a line for each head and each point, short enough to read and edit."""
+    indent = "\n" + " " * (depth + 1)
     if isinstance(value, dict) and value and depth < 3:
-        inside = ",\n".join(f"{' ' * (depth + 1)}{json.dumps(k)}: {_pretty(v, depth + 1)}" for k, v in value.items())
-        return "{\n" + inside + "\n" + " " * depth + "}"
+        items = (f"{json_text(key)}: {_one_line_per_head(x, depth + 1)}" for key, x in value.items())
+        return "{" + indent + f",{indent}".join(items) + indent[:-1] + "}"
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        inside = ",\n".join(" " * (depth + 1) + json.dumps(item, allow_nan=False) for item in value)
-        return "[\n" + inside + "\n" + " " * depth + "]"
-    return json.dumps(value, allow_nan=False)
+        return "[" + indent + f",{indent}".join(map(json_text, value)) + indent[:-1] + "]"
+    return json_text(value)

@@ -1,6 +1,6 @@
-"""Models of transformers with their heads replaced: the same where nothing changed, the written-out one where it did.
+"""Models of transformers with replaced heads: equal to the original for softmax, to an explicit P otherwise.
 
-The hand-made reference is the original model in float64 whose attention forms P entry by entry.
+The reference is the original model in float64 with attention that forms P entry by entry.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,13 @@ from torch import Tensor, nn
 
 import headwise
 from headwise.errors import InputError, ShapeError, UnsupportedError
-from headwise.models.sdpa_masks import read_mask
-from headwise.replacement import Choice, load
-from headwise.replacement.install.mixed_heads import parameter_key
+from headwise.replacement import Choice, Plan, load
 from tests.models.tiny_models import ALL
-from tests.replacement.plans import CACHED, CAUSAL, SMALL, ByHand, plan_for, written_out
+from tests.replacement.plans import CACHED, CAUSAL, SMALL, plan_for, written_out
 
 transformers = pytest.importorskip("transformers")
-EXACT = Choice("exact")
-SOME = [EXACT, Choice("window", {"width": 5, "first": 1}), Choice("toeplitz", {"reach": 4}), Choice("uniform")]
+SOFTMAX = Choice("softmax")
+SOME = [SOFTMAX, Choice("window", {"width": 5, "leading": 1}), Choice("toeplitz", {"reach": 4}), Choice("uniform")]
 
 
 def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -76,7 +75,9 @@ def by_hand(keep: Tensor | None) -> Iterator[None]:
         shared, rows = query.shape[1] // key.shape[1], []
         for i, choice in enumerate(module.headwise.choices):
             own = module.headwise.head_parameters(i)
-            p = written_out(choice, query[:, i], key[:, i // shared], keep=keep, causal=causal, scale=scaling, own=own)
+            p = written_out(
+                choice, query[:, i], key[:, i // shared], key_mask=keep, causal=causal, scale=scaling, own=own
+            )
             rows.append(p @ value[:, i // shared])
         return torch.stack(rows, dim=2), None
 
@@ -92,7 +93,7 @@ def test_exact_everywhere_is_the_model_itself(name: str) -> None:
     model, batch = made(name)
     before = {key: x.clone() for key, x in model.state_dict().items()}
     expected, kind = states(model, batch), model.config._attn_implementation
-    new, receipt = headwise.rewrite(model, plan_for(model, batch, [EXACT]), probe=batch)
+    new, receipt = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX]), probe=batch)
     torch.testing.assert_close(states(new, batch), expected, rtol=1e-6, atol=1e-6)
     assert receipt.largest_change <= 1e-6 * max(1.0, receipt.scale)
     assert receipt.cost_after == receipt.cost_before
@@ -133,7 +134,7 @@ def test_each_kind_is_the_model_made_by_hand(name: str, choice: Choice) -> None:
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_agrees_with_the_original_where_heads_are_exact(name: str, side: str) -> None:
     model, batch = made(name)
-    new, _ = headwise.rewrite(model, plan_for(model, batch, [EXACT]))
+    new, _ = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX]))
     keep = torch.arange(13) < LENGTHS
     keep = keep if side == "right" else keep.flip(-1)
     batch = {"input_ids": ids(2, 13), "attention_mask": keep.long()}
@@ -157,7 +158,7 @@ def test_masks_of_four_axes() -> None:
     """A mask (b, 1, m, n) that is padding or causality is taken, whatever it is made of; any other by exact heads."""
     model, batch = made("llama")
     new, _ = headwise.rewrite(model, plan_for(model, batch, [SOME[1]]))
-    same, _ = headwise.rewrite(model, plan_for(model, batch, [EXACT]))
+    same, _ = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX]))
     keep = torch.arange(13) < LENGTHS
     tokens = ids(2, 13)
     square = torch.ones(13, 13, dtype=torch.bool).tril() & keep[:, None, None, :]
@@ -170,11 +171,9 @@ def test_masks_of_four_axes() -> None:
     odd = {"input_ids": tokens, "attention_mask": holes}
     torch.testing.assert_close(states(same, odd)[keep], states(model, odd)[keep], rtol=1e-5, atol=1e-6)
     with pytest.raises(
-        UnsupportedError, match=r"head 0 is window width=5 first=1, .* shape \(2, 1, 13, 13\) .* nor causal"
+        UnsupportedError, match=r"head 0 is window width=5 leading=1, .* \(m = 13, n = 13\) .* nor causal"
     ):
         states(new, odd)
-    with pytest.raises(ShapeError, match=r"mask: must be \(b, n\) or \(b, h, m, n\), but has shape \(2, 13, 13\)"):
-        read_mask(square[:, 0], 13, 13, causal=True)
 
 
 @pytest.mark.parametrize("choices", [[choice] for choice in CACHED] + [SOME], ids=str)
@@ -194,10 +193,10 @@ def test_generate_with_a_cache_is_generate_without(choices: list[Choice]) -> Non
     assert torch.equal(cached.sequences[:1, 4:], alone)
 
 
-@pytest.mark.parametrize("choice", [choice for choice in CAUSAL if not choice.of.cached], ids=str)
+@pytest.mark.parametrize("choice", [choice for choice in CAUSAL if not choice.definition.cached], ids=str)
 def test_a_cache_that_cannot_be_used_is_refused_before_decoding(choice: Choice) -> None:
     model = causal_lm()
-    plan = plan_for(model, {"input_ids": ids(1, 8)}, [EXACT, EXACT, EXACT, choice], length=64)
+    plan = plan_for(model, {"input_ids": ids(1, 8)}, [SOFTMAX, SOFTMAX, SOFTMAX, choice], length=64)
     new, _ = headwise.rewrite(model, plan)
     called = []
     new.register_forward_pre_hook(lambda *args: called.append(1))
@@ -213,7 +212,7 @@ def test_a_cache_that_cannot_be_used_is_refused_before_decoding(choice: Choice) 
 def test_a_static_cache_is_for_exact_heads() -> None:
     model = causal_lm()
     batch, options = {"input_ids": ids(1, 8)}, {"max_new_tokens": 4, "do_sample": False}
-    new, _ = headwise.rewrite(model, plan_for(model, batch, [EXACT], length=64))
+    new, _ = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX], length=64))
     static = new.generate(**batch, cache_implementation="static", disable_compile=True, **options)
     assert torch.equal(static, model.generate(**batch, **options))
     new, _ = headwise.rewrite(model, plan_for(model, batch, SOME, length=64))
@@ -224,7 +223,7 @@ def test_a_static_cache_is_for_exact_heads() -> None:
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
 def test_saved_and_loaded_bit_for_bit(name: str, tmp_path: Path) -> None:
     model, batch = made(name)
-    kinds = [Choice("toeplitz"), EXACT, SOME[1], Choice("projected", {"rank": 3}) if name == "bert" else EXACT]
+    kinds = [Choice("toeplitz"), SOFTMAX, SOME[1], Choice("projected", {"rank": 3}) if name == "bert" else SOFTMAX]
     new = shaken(headwise.rewrite(model, plan_for(model, batch, kinds))[0])
     new.save_pretrained(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
@@ -256,49 +255,43 @@ def test_fitted_tensors_come_from_the_plan() -> None:
     model, batch = made("bert")
     plan = plan_for(model, batch, [Choice("toeplitz", {"reach": 1})])
     site = next(iter(plan.sites))
-    fitted = {parameter_key(site, 2, "profile"): torch.tensor([1.0, 2.0, 3.0])}
-    new, _ = headwise.rewrite(model, ByHand(plan.sites, plan.length, plan.model, fitted))
+    at = site, 2, plan.sites[site][2]
+    new, _ = headwise.rewrite(model, replace(plan, fitted={at: {"profile": torch.tensor([1.0, 2.0, 3.0])}}))
     assert new.get_submodule(site).headwise.head_parameters(2)["profile"].tolist() == [1, 2, 3]
     assert new.get_submodule(site).headwise.head_parameters(1)["profile"].tolist() == [0, 0, 0]
-    wrong = {parameter_key(site, 2, "profile"): torch.zeros(5)}
     with pytest.raises(ShapeError, match=r"head 2 is toeplitz reach=1 .* profile \(3,\), but was given profile \(5,\)"):
-        headwise.rewrite(model, ByHand(plan.sites, plan.length, plan.model, wrong))
+        headwise.rewrite(model, replace(plan, fitted={at: {"profile": torch.zeros(5)}}))
 
 
-def changed(plan: ByHand, **parts) -> ByHand:
-    given = {"sites": plan.sites, "length": plan.length, "model": plan.model, "parameters": plan.parameters}
-    return ByHand(**{**given, **parts})
-
-
-BAD: dict[str, tuple[Callable[[ByHand], ByHand], str]] = {
+BAD: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "class": (
-        lambda plan: changed(plan, model={**plan.model, "class": "GPT2Model"}),
+        lambda plan: replace(plan, model={**plan.model, "class": "GPT2Model"}),
         "the plan was made for a GPT2Model, but the model is a LlamaModel",
     ),
     "module": (
-        lambda plan: changed(plan, sites={"layers.7.self_attn": [EXACT] * 4}),
+        lambda plan: replace(plan, sites={"layers.7.self_attn": [SOFTMAX] * 4}),
         "made for another model: LlamaModel has no module 'layers.7.self_attn'",
     ),
     "heads": (
-        lambda plan: changed(plan, sites={"layers.0.self_attn": [EXACT] * 3}),
+        lambda plan: replace(plan, sites={"layers.0.self_attn": [SOFTMAX] * 3}),
         "layers.0.self_attn: has 4 heads, but the plan has 3 choices",
     ),
     "length": (
-        lambda plan: changed(plan, length=4096),
+        lambda plan: replace(plan, length=4096),
         "the plan is for a length of 4096, but LlamaModel has 2048 positions",
     ),
     "causal": (
-        lambda plan: changed(plan, sites={"layers.1.self_attn": [EXACT, Choice("nystrom"), EXACT, EXACT]}),
-        "layers.1.self_attn: head 1 is causal, but nystrom lets a query see later keys",
+        lambda plan: replace(plan, sites={"layers.1.self_attn": [SOFTMAX, Choice("nystrom"), SOFTMAX, SOFTMAX]}),
+        "layers.1.self_attn: head 1 is causal, but nystrom landmarks=64 attends to later keys",
     ),
     "ahead": (
-        lambda plan: changed(plan, sites={"layers.1.self_attn": [Choice("shift", {"offset": 1})] * 4}),
-        "layers.1.self_attn: head 0 is causal, but shift by 1 looks at a later key",
+        lambda plan: replace(plan, sites={"layers.1.self_attn": [Choice("offset", {"offset": 1})] * 4}),
+        "layers.1.self_attn: head 0 is causal, but offset offset=1 attends to later keys",
     ),
-    "empty": (lambda plan: changed(plan, sites={}), "the plan names no attention sites"),
+    "empty": (lambda plan: replace(plan, sites={}), "the plan lists no attention sites"),
     "no attention": (
-        lambda plan: changed(
-            plan, sites={"layers.0.mlp": [EXACT]}, model={"sites": {"layers.0.mlp": {"heads": 1, "width": 1}}}
+        lambda plan: replace(
+            plan, sites={"layers.0.mlp": [SOFTMAX]}, model={"sites": {"layers.0.mlp": {"heads": 1, "width": 1}}}
         ),
         "layers.0.mlp: LlamaMLP of LlamaModel does not call transformers' attention interface",
     ),
@@ -309,7 +302,7 @@ BAD: dict[str, tuple[Callable[[ByHand], ByHand], str]] = {
 def test_plans_that_do_not_fit(change, sentence: str) -> None:
     model, batch = made("llama")
     with pytest.raises((InputError, UnsupportedError)) as error:
-        headwise.rewrite(model, change(plan_for(model, batch, [EXACT])))
+        headwise.rewrite(model, change(plan_for(model, batch, [SOFTMAX])))
     assert sentence in str(error.value)
 
 
@@ -320,7 +313,7 @@ def test_families_without_the_interface_are_refused_by_name() -> None:
     )
     model = transformers.DebertaModel(config)
     site = "encoder.layer.0.attention.self"
-    plan = ByHand({site: [EXACT] * 4}, 16, {"class": "DebertaModel", "sites": {site: {"heads": 4, "width": 8}}})
+    plan = Plan({"class": "DebertaModel", "sites": {site: {"heads": 4, "width": 8}}}, 16, {site: [SOFTMAX] * 4})
     with pytest.raises(UnsupportedError, match="DebertaModel computes attention by hand"):
         headwise.rewrite(model, plan)
 
@@ -328,12 +321,12 @@ def test_families_without_the_interface_are_refused_by_name() -> None:
 def test_a_site_that_is_never_asked_is_refused() -> None:
     """A module that has the interface in its code but is not used in a pass."""
     model, batch = made("llama")
-    plan = plan_for(model, batch, [EXACT])
+    plan = plan_for(model, batch, [SOFTMAX])
     model.layers.append(copy.deepcopy(model.layers[0]))  # beyond config.num_hidden_layers
     site = "layers.2.self_attn"
     sites = {**plan.model["sites"], site: plan.model["sites"]["layers.0.self_attn"]}
-    more = changed(plan, sites={**plan.sites, site: [EXACT] * 4}, model={**plan.model, "sites": sites})
-    with pytest.raises(UnsupportedError, match=r"layers.2.self_attn: LlamaModel never asked"):
+    more = replace(plan, sites={**plan.sites, site: [SOFTMAX] * 4}, model={**plan.model, "sites": sites})
+    with pytest.raises(UnsupportedError, match=r"layers.2.self_attn: LlamaModel did not call"):
         headwise.rewrite(model, more)
 
 
@@ -353,15 +346,15 @@ def test_shared_layers_have_one_operator_a_head() -> None:
     assert receipt.cost_after.multiply_adds < receipt.cost_before.multiply_adds
     second = list(plan.sites)[1]
     with pytest.raises(UnsupportedError, match="used several times in a pass"):
-        headwise.rewrite(model, changed(plan, sites={**plan.sites, second: [EXACT] * 4}))
+        headwise.rewrite(model, replace(plan, sites={**plan.sites, second: [SOFTMAX] * 4}))
 
 
 @pytest.mark.parametrize(
     "extra, sentence",
     [
-        ({"softcap": 30.0}, r"scores are capped \(softcap\)"),
-        ({"s_aux": torch.zeros(4)}, r"extra sink takes part in the softmax \(s_aux\)"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3])}, r"sequences are packed into one"),
+        ({"softcap": 30.0}, r"capped scores \(softcap\) is not supported"),
+        ({"s_aux": torch.zeros(4)}, r"an extra sink in the softmax \(s_aux\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3])}, r"sequences packed into one"),
         ({"position_bias": torch.zeros(1, 4, 5, 5)}, r"head 0 is window .* position bias of shape \(1, 4, 5, 5\)"),
         ({"dropout": 0.1}, r"head 0 is window .* attention dropout of 0.1; call model.eval\(\)"),
     ],
@@ -380,7 +373,7 @@ def test_packed_sequences_and_sliding_windows_are_for_exact_heads() -> None:
     model, batch = made("llama")
     at = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
     packed = {"input_ids": ids(1, 7), "position_ids": at, "use_cache": False}
-    new, _ = headwise.rewrite(model, plan_for(model, batch, [EXACT]))
+    new, _ = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX]))
     torch.testing.assert_close(states(new, packed), states(model, packed), rtol=1e-5, atol=1e-6)
     new, _ = headwise.rewrite(model, plan_for(model, batch, SOME))
     with pytest.raises(UnsupportedError, match="neither padding nor causal"):
@@ -402,7 +395,7 @@ def sliding(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", ["mistral", "modernbert"])
 def test_sliding_windows_of_the_model_itself_are_for_exact_heads(name: str) -> None:
     model, batch = sliding(name), {"input_ids": ids(1, 8)}
-    new, _ = headwise.rewrite(model, plan_for(model, batch, [EXACT], length=6))
+    new, _ = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX], length=6))
     for n in (5, 6, 7, 13):
         keep = torch.arange(n) < torch.tensor([[n], [4]])
         for mask in (torch.ones(2, n, dtype=torch.long), keep.long()):
@@ -417,7 +410,7 @@ def test_sliding_windows_of_the_model_itself_are_for_exact_heads(name: str) -> N
 
 def test_training_reaches_the_new_tensors() -> None:
     model, batch = made("bert")
-    new, _ = headwise.rewrite(model, plan_for(model, batch, [Choice("toeplitz"), EXACT, SOME[1], EXACT]))
+    new, _ = headwise.rewrite(model, plan_for(model, batch, [Choice("toeplitz"), SOFTMAX, SOME[1], SOFTMAX]))
     new(**batch)[0].square().mean().backward()
     for name, x in new.named_parameters():
         if "pooler" not in name:

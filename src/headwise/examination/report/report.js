@@ -300,8 +300,8 @@ function plan() {
   byId("plan").hidden = false;
   const kinds = [...new Set(Object.values(found.sites).flat().map((c) => c.kind))];
   const letter = (kind) => kind[0].toUpperCase();
-  const colour = (kind) => kind === "exact" ? "var(--panel)" : OPERATORS[kinds.filter((k) => k !== "exact").indexOf(kind) % OPERATORS.length];
-  const ink = (kind) => kind === "exact" ? "var(--ink)" : ["#0072B2"].includes(colour(kind)) ? "#fff" : "#000";
+  const colour = (kind) => kind === "softmax" ? "var(--panel)" : OPERATORS[kinds.filter((k) => k !== "softmax").indexOf(kind) % OPERATORS.length];
+  const ink = (kind) => kind === "softmax" ? "var(--ink)" : ["#0072B2"].includes(colour(kind)) ? "#fff" : "#000";
   const words = (c) => [c.kind.replaceAll("_", " "), ...Object.entries(c).filter(([k]) => k !== "kind").map(([k, v]) => `${k} ${v}`)].join(", ");
   const table = byId("plan-map"), widest = Math.max(...Object.values(found.sites).map((r) => r.length));
   table.append(make("thead", {}, make("tr", {}, make("td", {}), ...Array.from({ length: widest }, (_, h) => make("th", { scope: "col" }, String(h))))));
@@ -322,10 +322,10 @@ function plan() {
     .map(([name, list]) => ({ name, points: points(list) })).filter((s) => s.points.length);
   if (series.length) {
     const xs = series.flatMap((s) => s.points.map((p) => p[0])), ticks = [0.001, 0.01, 0.03, 0.1, 0.3, 1].map((v) => [Math.log10(v), `${100 * v} %`]).filter(([v]) => v >= Math.min(...xs) && v <= Math.max(...xs));
-    byId("plan-curve").append(chart({ series, log: true, height: 300, x: "attention cost, share of exact", y: "drift", ticks }));
+    byId("plan-curve").append(chart({ series, log: true, height: 300, x: "attention cost, share of softmax attention", y: "drift", ticks }));
   }
   const here = found.curve.find((p) => Object.entries(p.sites).every(([site, row]) => row.every((i, h) => words(found.choices[i]) === words(found.sites[site][h]))));
-  byId("plan-note").textContent = `Planned for ${found.length} tokens and a drift of at most ${found.tolerance} (${found.measure}).` + (here ? ` Attention costs ${format(100 * here.cost)} % of the exact one; drift on fresh texts ${format(drift(here))}.` : " This plan was edited.");
+  byId("plan-note").textContent = `Planned for ${found.length} tokens and a drift of at most ${found.tolerance} (${found.measure}).` + (here ? ` Attention costs ${format(100 * here.cost)} % of softmax attention; drift on the test texts ${format(drift(here))}.` : " This plan was edited.");
 }
 
 function theme(dark) {

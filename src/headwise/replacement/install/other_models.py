@@ -1,7 +1,7 @@
-"""Any other PyTorch model: its calls of scaled_dot_product_attention are answered by Heads, while it runs.
+"""Any other PyTorch model: its calls of scaled_dot_product_attention are computed by MixedHeads while it runs.
 
-torch.nn.TransformerEncoder, nn.MultiheadAttention and attention written by hand all end in that one function; no module
-of theirs is changed.  One such model runs at a time in a process, and torch.compile leaves it as it is.
+torch.nn.TransformerEncoder, nn.MultiheadAttention and hand-written attention all end in that function; their modules
+are not changed.  Only one such model runs at a time in a process, and torch.compile skips it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from headwise.errors import UnsupportedError
 from headwise.models.intercept import intercept, nothing_seen
 from headwise.models.sdpa_masks import read_call
-from headwise.replacement.install.mixed_heads import Heads
-from headwise.replacement.rewrite import Plan, site_heads
+from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal
+from headwise.replacement.plan import Plan
 
 
-class Rewritten(nn.Module):
-    """`model` with Heads at the sites of a plan; called like `model`.
+class RewrittenModel(nn.Module):
+    """`model` with MixedHeads at the sites of a plan; called like `model`.
 
-    The Heads are submodules, so their learned tensors are parameters and part of the state dict.
+    The MixedHeads are submodules, so their learned tensors are parameters and part of the state dict.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -30,19 +30,21 @@ class Rewritten(nn.Module):
         self.model = model
         like = next(model.parameters(), torch.empty(0))
         self.sites = tuple(plan.sites)
-        self.heads = nn.ModuleList(site_heads(plan, site).to(like.device, like.dtype) for site in self.sites)
+        self.heads = nn.ModuleList(plan.mixed_heads(site).to(like.device, like.dtype) for site in self.sites)
         self.train(model.training)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What the model computes with its heads replaced; a site that was not reached is an error."""
+        """The output of the model with its heads replaced; raises if a planned site does not compute attention."""
+        heads = dict(zip(self.sites, self.heads, strict=True))
         missed = set(self.sites)
 
         def answer(site: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
             missed.discard(site)
-            if site not in self.sites:
+            mixed = heads.get(site)
+            if not isinstance(mixed, MixedHeads) or mixed.replaced is None:
                 return original(*call, **options)
-            return _answer(site, self._at(site), original, call, options)
+            return _attend(site, mixed, call, options)
 
         with intercept(self.model, answer=answer):
             out = self.model(*args, **kwargs)
@@ -55,28 +57,22 @@ class Rewritten(nn.Module):
             )
         return out
 
-    def _at(self, site: str) -> Heads:
-        heads = self.heads[self.sites.index(site)]
-        assert isinstance(heads, Heads)
-        return heads
 
-
-def _answer(site: str, heads: Heads, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
-    if heads.exact:
-        return original(*call, **options)
-    head, choice = next((i, c) for i, c in enumerate(heads.choices) if c.kind != "exact")
-    q, k, v, seen, scale = read_call(*call, **options)
-    if seen.full is not None:
+def _attend(site: str, heads: MixedHeads, call: tuple, options: dict) -> Tensor:
+    assert heads.replaced is not None
+    head, choice = heads.replaced
+    q, k, v, mask, scale = read_call(*call, **options)
+    if not is_padding_or_causal(mask):
         raise UnsupportedError(
-            f"{site}: head {head} is {choice}, which cannot take a mask of shape {tuple(seen.full.shape)} that is "
+            f"{site}: head {head} is {choice}, which does not support a mask (m = {mask.m}, n = {mask.n}) that is "
             "neither padding nor causal"
         )
     dropout = options.get("dropout_p", call[4] if len(call) > 4 else 0.0)
     if dropout:
         raise UnsupportedError(
-            f"{site}: head {head} is {choice}, which cannot take attention dropout of {dropout:g}; call model.eval() "
-            "or make its attention without dropout"
+            f"{site}: head {head} is {choice}, which does not support attention dropout of {dropout:g}; call "
+            "model.eval(), or build the model without attention dropout"
         )
-    out = heads(q, k, v, keep=seen.keep, causal=seen.causal, scale=scale)
+    out = heads(q, k, v, key_mask=mask.key_mask, causal=mask.causal, scale=scale)
     query = call[0] if call else options["query"]
     return out.reshape(*query.shape[:-1], out.shape[-1])

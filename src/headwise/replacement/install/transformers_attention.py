@@ -1,7 +1,7 @@
-"""Attention as transformers calls it, answered by the Heads that sit in the calling module.
+"""Attention as transformers calls it, computed by the MixedHeads in the calling module.
 
-One function for `AttentionInterface` and one for `AttentionMaskInterface`, under the same name: without the second the
-library silently drops padding.  Whatever changes the mathematics and is not supported is refused in a sentence.
+One function for `AttentionInterface` and one for `AttentionMaskInterface`, registered under the same name: without the
+second the library silently drops padding.  Arguments that change the result and are not supported raise.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
-from headwise.models.sdpa_masks import Seen, read_mask
-from headwise.replacement.install.mixed_heads import Heads, exact_attention
+from headwise.operators.masks import Mask
+from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal, softmax_attention
+from headwise.replacement.kinds import HeadInputs
 
 NAME = "headwise"
-"""Free of the words (flash, sdpa, flex_attention, a slash) that send the library elsewhere."""
+"""Contains none of the words (flash, sdpa, flex_attention, a slash) that transformers treats specially."""
 
 CHANGES = {
-    "softcap": "scores are capped",
-    "s_aux": "an extra sink takes part in the softmax",
-    "cu_seq_lens_q": "sequences are packed into one",
-    "cu_seq_lens_k": "sequences are packed into one",
-    "cache": "keys are kept in pages",
+    "softcap": "capped scores",
+    "s_aux": "an extra sink in the softmax",
+    "cu_seq_lens_q": "sequences packed into one",
+    "cu_seq_lens_k": "sequences packed into one",
+    "cache": "a paged cache",
 }
-"""Arguments that change what attention computes and that no replacement knows."""
+"""Arguments that change what attention computes and that no replaced head supports."""
 
 
 def register() -> None:
-    """Make the name known to transformers; doing it twice is doing it once."""
+    """Register `attention` and `mask` with transformers; may be called repeatedly."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
@@ -50,26 +51,27 @@ def attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (b, h, m, k), key and value (b, h_kv, n, ·) -> (b, m, h, d), as the library wants it."""
+    """query (b, h, m, k), key and value (b, h_kv, n, ·) -> (b, m, h, d)"""
     for name, why in CHANGES.items():
         if kwargs.get(name) is not None:
-            raise UnsupportedError(f"{type(module).__name__}: {why} ({name}), which no replaced head knows how to do")
+            raise UnsupportedError(f"{type(module).__name__}: {why} ({name}) is not supported in a rewritten model")
     heads = getattr(module, NAME, None)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
     flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    m, n = query.shape[-2], key.shape[-2]
-    seen = read_mask(attention_mask, m, n, causal=flag)
-    if heads is not None and not heads.exact:
-        _only_exact(module, heads, seen, position_bias, dropout)
-        out = heads(query, key, value, keep=seen.keep, causal=seen.causal, scale=scale)
-    elif seen.full is None and position_bias is None and not dropout:
-        out = exact_attention(query, key, value, keep=seen.keep, causal=seen.causal, scale=scale)
+    read = Mask.from_transformers(attention_mask, flag, query.shape[-2], key.shape[-2])
+    if heads is not None and heads.replaced is not None:
+        _check_supported(module, heads, read, position_bias, dropout)
+        out = heads(query, key, value, key_mask=read.key_mask, causal=read.causal, scale=scale)
+    elif is_padding_or_causal(read) and position_bias is None and not dropout:
+        out = softmax_attention(HeadInputs(query, key, read, scale), value)
     else:
+        biases = [bias for bias in (read.attn_bias, position_bias) if bias is not None]
+        biased = read.with_bias(sum(biases[1:], start=biases[0]) if biases else None)
         out = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=_written_out(seen, position_bias, query, key),
+            **biased.sdpa_arguments(query.dtype, query.device),
             dropout_p=dropout,
             scale=scale,
             enable_gqa=key.shape[1] != query.shape[1],
@@ -92,18 +94,18 @@ def mask(
 ) -> Tensor | None:
     """(b, n) for causal attention, (b, 1, 1, n) for attention to all keys, None if no key is padding.
 
-    Whatever else a model asks for (a sliding window, packed sequences, a cache with room to spare) is written out in
-    full by the library's own function; exact heads take that, others refuse it.
+    Any other mask (a sliding window, packed sequences, a static cache) is made by the library's own function as
+    (b, 1, m, n), which softmax heads support and others refuse.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     causal, every = mask_function is causal_mask_function, mask_function is bidirectional_mask_function
     if local_size is not None and kv_length + kv_offset <= local_size:
-        # a sliding window or chunk that holds all there is, unless something else was combined with it
+        # a sliding window or chunk that contains all keys, unless it is combined with another mask
         causal, every = allow_is_causal_skip, not allow_is_causal_skip and allow_is_bidirectional_skip
     filled = not isinstance(q_offset, Tensor) and kv_offset == 0 and (every or kv_length == q_offset + q_length)
     if not (filled and (causal or every)):
-        full = sdpa_mask(
+        return sdpa_mask(
             batch_size,
             q_length,
             kv_length,
@@ -116,7 +118,6 @@ def mask(
             allow_is_bidirectional_skip=False,
             **kwargs,
         )
-        return full
     skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
     if attention_mask is None:
         if skip:
@@ -129,33 +130,21 @@ def mask(
     return keep if causal else keep[:, None, None, :]
 
 
-def _only_exact(module: nn.Module, heads: Heads, seen: Seen, position_bias: Tensor | None, dropout: float) -> None:
-    """What exact heads can do and others cannot, in a sentence that names one of the others."""
-    why = None
-    if seen.full is not None:
-        shape = tuple(seen.full.shape)
+def _check_supported(
+    module: nn.Module, heads: MixedHeads, mask: Mask, position_bias: Tensor | None, dropout: float
+) -> None:
+    """Raise UnsupportedError for what only softmax heads can do, naming a head that is not softmax."""
+    assert heads.replaced is not None
+    if not is_padding_or_causal(mask):
         why = (
-            f"a mask of shape {shape} that is neither padding nor causal (or comes from a cache with room to spare, or "
+            f"a mask (m = {mask.m}, n = {mask.n}) that is neither padding nor causal (or comes from a static cache, or "
             "is built while compiling); pass a mask (b, n)"
         )
     elif position_bias is not None:
-        why = f"a position bias of shape {tuple(position_bias.shape)}; leave the heads of this model exact"
+        why = f"a position bias of shape {tuple(position_bias.shape)}; keep the heads of this model softmax"
     elif dropout:
         why = f"attention dropout of {dropout:g}; call model.eval(), or set the attention dropout of its config to 0"
-    if why is not None:
-        head, choice = next((i, c) for i, c in enumerate(heads.choices) if c.kind != "exact")
-        raise UnsupportedError(f"{type(module).__name__}: head {head} is {choice}, which cannot take {why}")
-
-
-def _written_out(seen: Seen, bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """One mask (b, h, m, n) for the fused kernel: floating where there is a bias."""
-    mask, m, n = seen.full, q.shape[-2], k.shape[-2]
-    if mask is None and (seen.keep is not None or (seen.causal and m > 1)):
-        mask = torch.ones(1, 1, m, n, dtype=torch.bool, device=q.device)
-        mask = mask.tril(n - m) if seen.causal else mask
-        mask = mask if seen.keep is None else mask & seen.keep[:, None, None, :]
-    if bias is None:
-        return mask
-    if mask is None:
-        return bias
-    return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else mask + bias
+    else:
+        return
+    head, choice = heads.replaced
+    raise UnsupportedError(f"{type(module).__name__}: head {head} is {choice}, which does not support {why}")

@@ -1,1 +1,1 @@
-"""Find the cheapest operator for every head within a tolerance."""
+"""Choose an operator for every head: record attention, fit candidates, measure drift, search."""

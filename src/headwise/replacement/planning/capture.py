@@ -1,12 +1,13 @@
-"""q, k, v and P v of every attention call of a model on some batches: what replacements are fitted to.
+"""Record q, k, v and the output of every attention call of a model on some batches, to fit replacements to.
 
-A few sites at a time, as many as a budget of memory allows: a long text through a deep model has gigabytes of them.
+Sites are recorded in groups that fit into a memory budget: a long text through a deep model has gigabytes of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -15,50 +16,36 @@ from torch import Tensor, nn
 from headwise.models.intercept import intercept, nothing_seen
 from headwise.models.run import run_model
 from headwise.models.sdpa_masks import as_four, read_call
+from headwise.replacement.install.mixed_heads import along, is_padding_or_causal, padding_last
+from headwise.replacement.kinds import AttentionSample, HeadInputs
 
-
-@final
-@dataclass(frozen=True, eq=False)
-class Attention:
-    """One call: q (b, h, m, k), k and v (b, h or fewer, n, ·), `keep` (b, n) True at real keys, out (b, h, m, d)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    keep: Tensor | None
-    causal: bool
-    scale: float
-    out: Tensor
-
-    @property
-    def real(self) -> Tensor | None:
-        """(b, 1, m, 1): queries that count, where queries are the keys' positions."""
-        return None if self.keep is None else self.keep[:, None, :, None]
+SiteRecording = tuple[str, Callable[[], list[list[AttentionSample]]]]
+"""A site, and a function that returns its samples on each of the given lists of batches."""
 
 
 @final
 @dataclass(frozen=True)
-class Site:
-    """A place where attention is computed; `why_not` says why its heads have to stay as they are."""
+class AttentionSite:
+    """A module that computes attention; `skipped` says why its heads cannot be replaced."""
 
     name: str
     heads: int
     width: int
     length: int
     causal: bool
-    numbers: int  # in q, k, v and out
-    why_not: str | None = None
+    numbers: int  # in q, k, v and the output of one call
+    skipped: str | None = None
 
 
-def sites(model: nn.Module, batch: Any) -> dict[str, Site]:
-    """Every call site in the order of the forward pass, or a sentence if there is none."""
-    found: dict[str, Site] = {}
+def find_sites(model: nn.Module, batch: Any) -> dict[str, AttentionSite]:
+    """Every site in the order of the forward pass; raises InterceptionError if there is none."""
+    sites: dict[str, AttentionSite] = {}
 
     def answer(name: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
         out = original(*call, **options)
-        q, k, v, seen, _ = read_call(*call, **options)
+        q, k, v, mask, _ = read_call(*call, **options)
         reason = None
-        if seen.full is not None:
+        if not is_padding_or_causal(mask):
             reason = "its mask is neither padding nor causal"
         elif q.shape[-2] != k.shape[-2]:
             reason = f"it has {q.shape[-2]} queries for {k.shape[-2]} keys, and plans are for self-attention"
@@ -67,42 +54,74 @@ def sites(model: nn.Module, batch: Any) -> dict[str, Site]:
         base = name.partition("@")[0]
         if base != name:
             reason = "its module is used several times in a pass"
-            found[base] = _because(found[base], reason)
+            sites[base] = replace(sites[base], skipped=reason)
         numbers = q.numel() + k.numel() + v.numel() + out.numel()
-        found[name] = Site(name, q.shape[1], q.shape[-1], k.shape[-2], seen.causal, numbers, reason)
+        sites[name] = AttentionSite(name, q.shape[1], q.shape[-1], k.shape[-2], mask.causal, numbers, reason)
         return out
 
     with torch.no_grad(), intercept(model, answer=answer):
         run_model(model, batch)
-    if not found:
+    if not sites:
         raise nothing_seen(model)
-    return found
+    return sites
 
 
-def capture(model: nn.Module, batches: Sequence[Any], names: Collection[str]) -> dict[str, list[Attention]]:
-    """What passes through the named sites, batch after batch; half precision as float32, to be fitted to."""
-    seen: dict[str, list[Attention]] = {name: [] for name in names}
+def capture(model: nn.Module, batches: Sequence[Any], names: Collection[str]) -> dict[str, list[AttentionSample]]:
+    """The calls at the named sites, one sample per batch, in float32 or better; padding comes last."""
+    samples: dict[str, list[AttentionSample]] = {name: [] for name in names}
 
     def answer(name: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
         out = original(*call, **options)
-        if name in seen:
+        if name in samples:
             q, k, v, mask, scale = read_call(*call, **options)
-            full = torch.promote_types(q.dtype, torch.float32)
-            q, k, v, kept = (x.detach().to(full).contiguous() for x in (q, k, v, as_four(out)))
-            seen[name].append(_real_first(Attention(q, k, v, mask.keep, mask.causal, scale, kept)))
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            q, k, v, output = (x.detach().to(dtype).contiguous() for x in (q, k, v, as_four(out)))
+            samples[name].append(_sample(HeadInputs(q, k, mask, scale), v, output))
         return out
 
     with torch.no_grad(), intercept(model, answer=answer):
         for batch in batches:
             run_model(model, batch)
-    return seen
+    return samples
 
 
-def in_portions(found: Mapping[str, Site], batches: int, budget: int) -> list[list[str]]:
-    """Names of sites, so many together that what passes through them on all batches stays within `budget` bytes."""
+def _sample(inputs: HeadInputs, v: Tensor, output: Tensor) -> AttentionSample:
+    """With padding moved behind the real keys, because replacements count positions from the first real key."""
+    if inputs.key_mask is None or bool(inputs.key_mask[..., 0].all()):
+        return AttentionSample(inputs, v, output)
+    padding = inputs.key_mask[:, 0].int().argmax(-1, keepdim=True).expand(len(v), 1)
+    turned, v, _ = padding_last(inputs, v, padding)
+    forth = (torch.arange(inputs.n, device=v.device) + padding) % inputs.n
+    return AttentionSample(turned, v, along(output, forth))
+
+
+def recordings(
+    model: nn.Module, sites: Mapping[str, AttentionSite], parts: Sequence[Sequence[Any]], budget: int
+) -> Iterator[SiteRecording]:
+    """(site, samples) for every site; samples() returns its samples on each of `parts`, which are lists of batches.
+
+    Sites are recorded in groups that fit into `budget` bytes, when samples() is first called in a group.
+    """
+    for names in in_portions(sites, sum(map(len, parts)), budget):
+        recorded: list[dict[str, list[AttentionSample]]] = []
+        for name in names:
+
+            @functools.cache
+            def samples(name: str = name, names: Sequence[str] = names, recorded: list = recorded) -> list:
+                if not recorded:
+                    recorded.extend(capture(model, part, names) for part in parts)
+                return [of_site[name] for of_site in recorded]
+
+            yield name, samples
+            for of_site in recorded:
+                del of_site[name]
+
+
+def in_portions(sites: Mapping[str, AttentionSite], batches: int, budget: int) -> list[list[str]]:
+    """Group sites so that their samples on all batches fit into `budget` bytes."""
     portions: list[list[str]] = []
     room = 0
-    for site in found.values():
+    for site in sites.values():
         size = 4 * site.numbers * batches
         if not portions or size > room:
             portions.append([])
@@ -110,17 +129,3 @@ def in_portions(found: Mapping[str, Site], batches: int, budget: int) -> list[li
         portions[-1].append(site.name)
         room -= size
     return portions
-
-
-def _real_first(x: Attention) -> Attention:
-    """Padding before the first real key moved behind the last: replacements count positions from the first real one."""
-    if x.keep is None or bool(x.keep[:, 0].all()):
-        return x
-    n = x.keep.shape[-1]
-    turn = (torch.arange(n, device=x.keep.device) + x.keep.int().argmax(-1, keepdim=True)) % n
-    q, k, v, out = (y.gather(2, turn[:, None, :, None].expand_as(y)) for y in (x.q, x.k, x.v, x.out))
-    return Attention(q, k, v, x.keep.gather(-1, turn), x.causal, x.scale, out)
-
-
-def _because(site: Site, reason: str) -> Site:
-    return Site(site.name, site.heads, site.width, site.length, site.causal, site.numbers, reason)

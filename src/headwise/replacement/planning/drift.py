@@ -1,15 +1,16 @@
-"""How far a model's answer moves when some of its heads are replaced: measured, not predicted.
+"""How far the output of a model moves when some of its heads are replaced: measured, not predicted.
 
     drift = 1 - cos(mean of the final states, the same before)       encoders
     drift = |loss per token - loss per token before|                 language models
 
-Layers before the first replaced one compute what they computed before, so their answers are kept and handed out again:
-a change in the last layer costs one layer, not the model.
+Layers before the first replaced one compute the same as before, so their outputs are stored and reused: a change in the
+last layer costs one layer, not the model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,99 +22,110 @@ from headwise.errors import InputError
 from headwise.models.intercept import intercept
 from headwise.models.run import run_model
 from headwise.models.sdpa_masks import read_call
+from headwise.replacement.planning.saved_progress import DriftEstimate
 
-Replace = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float, Callable[[], Tensor]], Tensor]
-"""(q, k, v, keep, causal, scale, exact) -> what a site answers; exact() is what it answered before."""
+Replacement = Callable[..., Tensor]
+"""(q, k, v, key_mask=, causal=, scale=) -> output of a site, such as MixedHeads."""
 
 Measure = Callable[[nn.Module, Any, Any], Tensor]
 """(model, batch, output) -> what is compared: states (b, width), or losses (b,)."""
 
 
-class Trial:
-    """A model, some batches, and its answers to them."""
+class DriftTrial:
+    """A model, some batches, and its outputs for them."""
 
     def __init__(self, model: nn.Module, batches: Sequence[Any], measure: Measure, sites: Sequence[str]) -> None:
         self.model, self.batches, self.measure = model, list(batches), measure
         self.layers = layers_of(model, sites)
-        self._active: Mapping[str, Replace] = {}
+        self._replacements: Mapping[str, Replacement] = {}
         self._order: list[nn.Module] = []
-        self._kept: list[dict[nn.Module, Any]] = []
+        self._outputs: list[dict[nn.Module, Any]] = []  # of each layer, for each batch
         self._before: list[Tensor] = []
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Trial]:
-        """Measures while open; the model is in eval mode and is given back as it was."""
+    def open(self) -> Iterator[DriftTrial]:
+        """Measure while open; the model is in eval mode and restored afterwards."""
         was_training, caching = self.model.training, getattr(getattr(self.model, "config", None), "use_cache", None)
         self.model.eval()
         if caching:
             self.model.config.use_cache = False  # type: ignore[union-attr]
         try:
             with torch.no_grad(), intercept(self.model, answer=self._answer):
-                self._kept, self._before = [], []
-                self._remember()
+                self._outputs, self._before = [], []
+                for batch in self.batches:
+                    self._run_unchanged(batch)
                 yield self
         finally:
             self.model.train(was_training)
             if caching:
                 self.model.config.use_cache = caching  # type: ignore[union-attr]
 
-    def drift(self, replaced: Mapping[str, Replace], *, first: int | None = None) -> Tensor:
-        """(texts,) drifts of the first so many batches with these sites answered by others."""
-        return self.moved(replaced, first=first)[0]
-
-    def moved(self, replaced: Mapping[str, Replace], *, first: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """The drifts, and which way the answers went: (texts, width) for states, None for losses."""
-        found, ways = [], []
-        for index in range(len(self.batches) if first is None else min(first, len(self.batches))):
-            self._active = replaced
+    def drifts(
+        self, replacements: Mapping[str, Replacement], *, batches: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Drifts (texts,) with these sites replaced, on the first `batches`; and the directions (texts, width) in
+        which states moved, None for losses."""
+        drifts, directions = [], []
+        for index, batch in enumerate(self.batches[:batches]):
+            self._replacements = replacements
             try:
-                with self._shortened(replaced, index):
-                    output = run_model(self.model, self.batches[index])
+                with self._early_layers_reused(replacements, index):
+                    output = run_model(self.model, batch)
             finally:
-                self._active = {}
-            after = self.measure(self.model, self.batches[index], output)
-            found.append(difference(self._before[index], after))
-            ways += [] if after.dim() == 1 else [way(self._before[index], after)]
-        return torch.cat(found), torch.cat(ways) if ways else None
+                self._replacements = {}
+            after = self.measure(self.model, batch, output)
+            drifts.append(difference(self._before[index], after))
+            directions += [] if after.dim() == 1 else [direction(self._before[index], after)]
+        return torch.cat(drifts), torch.cat(directions) if directions else None
 
-    def _answer(self, name: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
-        replace = self._active.get(name)
-        if replace is None:
+    def estimate(self, replacements: Mapping[str, Replacement], *, batches: int | None = None) -> DriftEstimate:
+        """Mean drift and its standard error; a drift that is not finite counts as 1e9."""
+        drifts, directions = self.drifts(replacements, batches=batches)
+        mean = float(drifts.mean())
+        error = float(drifts.std() / math.sqrt(len(drifts))) if len(drifts) > 1 else 0.0
+        return (
+            DriftEstimate(mean, error, directions)
+            if math.isfinite(mean + error)
+            else DriftEstimate(1e9, 0.0, directions)
+        )
+
+    def _answer(self, site: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
+        replacement = self._replacements.get(site)
+        if replacement is None:
             return original(*call, **options)
-        q, k, v, seen, scale = read_call(*call, **options)
-        out = replace(q, k, v, seen.keep, seen.causal, scale, lambda: original(*call, **options))
+        q, k, v, mask, scale = read_call(*call, **options)
+        out = replacement(q, k, v, key_mask=mask.key_mask, causal=mask.causal, scale=scale)
         return out.reshape(*call[0].shape[:-1], out.shape[-1])
 
-    def _remember(self) -> None:
-        for batch in self.batches:
-            kept: dict[nn.Module, Any] = {}
-            order: list[nn.Module] = []
+    def _run_unchanged(self, batch: Any) -> None:
+        """Store the output of every layer and of the model."""
+        outputs: dict[nn.Module, Any] = {}
+        order: list[nn.Module] = []
 
-            def keep(module: nn.Module, args: tuple, output: Any, kept: dict = kept, order: list = order) -> None:
-                order.append(module)
-                kept[module] = output
+        def store(module: nn.Module, args: tuple, output: Any) -> None:
+            order.append(module)
+            outputs[module] = output
 
-            handles = [layer.register_forward_hook(keep) for layer in dict.fromkeys(self.layers.values())]
-            try:
-                output = run_model(self.model, batch)
-            finally:
-                for handle in handles:
-                    handle.remove()
-            if len(set(order)) < len(order):  # a layer that runs twice has two answers
-                self.layers = {}
-                kept = {}
-            self._order = order
-            self._kept.append(kept)
-            self._before.append(self.measure(self.model, batch, output))
+        handles = [layer.register_forward_hook(store) for layer in dict.fromkeys(self.layers.values())]
+        try:
+            output = run_model(self.model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(set(order)) < len(order):  # a layer that runs twice has two outputs
+            self.layers, outputs = {}, {}
+        self._order = order
+        self._outputs.append(outputs)
+        self._before.append(self.measure(self.model, batch, output))
 
     @contextlib.contextmanager
-    def _shortened(self, replaced: Mapping[str, Replace], index: int) -> Iterator[None]:
-        """Layers that end before the first replaced one begins hand out what they answered before."""
-        changed = {self.layers.get(name) for name in replaced}
-        place = next((i for i, layer in enumerate(self._order) if layer in changed), 0)
-        early = [] if None in changed else self._order[:place]
+    def _early_layers_reused(self, replacements: Mapping[str, Replacement], index: int) -> Iterator[None]:
+        """Layers before the first replaced one return their stored outputs."""
+        changed = {self.layers.get(site) for site in replacements}
+        first = next((i for i, layer in enumerate(self._order) if layer in changed), 0)
+        early = [] if None in changed else self._order[:first]
         for layer in early:
-            layer.forward = _always(self._kept[index][layer])  # type: ignore[method-assign]
+            layer.forward = _constant(self._outputs[index][layer])  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -121,42 +133,42 @@ class Trial:
                 del layer.forward
 
 
-def _always(answer: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: answer
+def _constant(output: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: output
 
 
 def layers_of(model: nn.Module, sites: Sequence[str]) -> dict[str, nn.Module]:
-    """site -> the member of a ModuleList that it lies in; empty if some site lies in none."""
+    """The member of a ModuleList that contains each site; empty if some site is in none."""
     modules = dict(model.named_modules())
-    found = {}
+    layers = {}
     for site in sites:
         parts = site.partition("@")[0].split(".")
         above = [".".join(parts[: i + 1]) for i in range(len(parts))]
         inside = [name for name in above if isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)]
         if not inside:
             return {}
-        found[site] = modules[inside[0]]
-    return found
+        layers[site] = modules[inside[0]]
+    return layers
 
 
 def difference(before: Tensor, after: Tensor) -> Tensor:
-    """(texts,): of losses (b,) the distance, of states (b, width) one minus the cosine, 0 for a text all masked."""
+    """(texts,): |difference| of losses (b,), or 1 - cosine of states (b, width); 0 for texts that are all masked."""
     if before.dim() == 1:
         return (after - before).abs().double()
     nothing = (before == 0).all(-1) & (after == 0).all(-1)
     return (1 - F.cosine_similarity(before.double(), after.double(), dim=-1)).masked_fill(nothing, 0)
 
 
-def way(before: Tensor, after: Tensor) -> Tensor:
-    """(after - before) / |before| without its part along `before`; half its square is the drift while that is small."""
+def direction(before: Tensor, after: Tensor) -> Tensor:
+    """(after - before) / |before| without its part along `before`; half its square is the drift if that is small."""
     length = before.norm(dim=-1, keepdim=True)
-    length = length.masked_fill(length == 0, 1)  # a text all masked goes nowhere
+    length = length.masked_fill(length == 0, 1)  # a text that is all masked does not move
     unit, moved = before / length, (after - before) / length
     return moved - (moved * unit).sum(-1, keepdim=True) * unit
 
 
 def measure_for(model: nn.Module, batch: Any, *, causal: bool) -> tuple[Measure, str]:
-    """What a model's answer is judged by, and its name: a decoder that can tell its loss by that, others by states."""
+    """What is compared, and its name: losses of decoders with a language-model head, states of all other models."""
     if causal and isinstance(batch, Mapping) and "input_ids" in batch:
         config = getattr(model, "config", None)
         tied = bool(getattr(config, "tie_word_embeddings", False)) and hasattr(model, "get_input_embeddings")
@@ -198,11 +210,11 @@ def _tensor(output: Any, names: Sequence[str]) -> Tensor:
     if isinstance(output, Tensor):
         return output
     for name in names:
-        found = getattr(output, name, None)
-        if isinstance(found, Tensor):
-            return found
+        x = getattr(output, name, None)
+        if isinstance(x, Tensor):
+            return x
     values = output.values() if isinstance(output, Mapping) else output
     for x in values:
         if isinstance(x, Tensor) and x.is_floating_point():
             return x
-    raise InputError(f"the model answered with {type(output).__name__}, which holds no tensor to compare")
+    raise InputError(f"the model returned a {type(output).__name__}, which holds no floating-point tensor to compare")

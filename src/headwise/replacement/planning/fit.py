@@ -1,175 +1,179 @@
-"""Fit a replacement to a head: the learned tensors that bring its output nearest to what the head gave.
+"""Fit a replacement to a head: the learned tensors whose output is nearest to the output of the head.
 
-    error_h = sum ||P~ v - P v||^2 / sum ||P v||^2        over calibration texts, for each head h alone
+    error_h = sum ||P~ v - P v||^2 / sum ||P v||^2        over recorded calls, for each head h
 
-Heads of a site are fitted together, each to its own error: their tensors are stacked and never meet.  Where a good
-beginning can be read off the data it is (`begin`); the rest is Adam with a falling step.  A part of the texts is not
-descended on: each head keeps what does best there, so that one number a position cannot learn the texts by heart.
+All heads of a site are fitted together, each to its own error: their tensors are stacked and independent.  A fit starts
+from the data where the kind knows how (`Kind.start`), then runs Adam with a decreasing step.  A quarter of the texts is
+held out: each head keeps the tensors that are best there, so that it does not overfit the calibration texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from headwise.operators._kernels.row_chunks import ENTRIES
-from headwise.replacement.choice import Choice
-from headwise.replacement.planning.capture import Attention
+from headwise.replacement.kinds import AttentionSample, Choice, Tensors
+from headwise.replacement.planning.capture import SiteRecording
+from headwise.replacement.planning.saved_progress import PlanProgress, SiteFits
 
-Tensors = dict[str, Tensor]
+Report = Callable[[str, int, int], None]
+"""(what is being done, how much of it is done, how much there is)"""
 
-STEP = {"a": 0.1, "b": 0.1, "c": 0.1, "bias": 0.1, "e": 0.001, "f": 0.001, "profile": 0.05}
-"""Adam's first step for each learned tensor, in its own units; others take 0.02."""
+Fitted = dict[tuple[str, Choice], Tensors]
+"""Learned tensors of all heads, stacked (h, *shape), by (site, choice)."""
+
+
+def fit_sites(
+    recordings: Iterable[SiteRecording],
+    choices: Sequence[Choice],
+    *,
+    sites: int,
+    length: int,
+    steps: int,
+    seed: int,
+    progress: PlanProgress,
+    report: Report,
+) -> tuple[Fitted, dict[tuple[str, Choice], Tensor]]:
+    """Fit every choice at every site to the first part of its recording; errors (h,) are on the second part."""
+    fitted: Fitted = {}
+    errors_of: dict[tuple[str, Choice], Tensor] = {}
+    done = 0
+    for site, samples in recordings:
+
+        def compute(samples: Callable = samples, done: int = done) -> SiteFits:
+            calibration, selection = samples()
+            fits: SiteFits = {}
+            for index, choice in enumerate(choices):
+                similar = _warm_start(choice, fits)
+                tensors = fit(
+                    choice,
+                    calibration,
+                    length=length,
+                    steps=steps if similar is None else steps // 3,
+                    generator=torch.Generator().manual_seed(seed),
+                    start=None if similar is None else fits[similar][0],
+                )
+                fits[choice] = (tensors, errors(choice, selection, tensors))
+                report("fitting operators to heads", done + index + 1, sites * len(choices))
+            return fits
+
+        for choice, (tensors, error) in progress.fits(site, compute).items():
+            fitted[site, choice] = tensors
+            errors_of[site, choice] = error
+        done += len(choices)
+    return fitted, errors_of
+
+
+def transfer(
+    recordings: Iterable[SiteRecording],
+    fitted: Fitted,
+    pairs: Collection[tuple[str, Choice]],
+    *,
+    length: int,
+    steps: int,
+    seed: int,
+    progress: PlanProgress,
+    report: Report,
+) -> Fitted:
+    """Fine-tune each (site, choice) pair for `steps` steps: the first stage of LoLCATs (Zhang et al. 2024)."""
+    result: Fitted = {}
+    for site, samples in recordings:
+        for choice in sorted((choice for at, choice in pairs if at == site), key=str):
+
+            def compute(choice: Choice = choice, site: str = site, samples: Callable = samples) -> SiteFits:
+                (calibration,) = samples()
+                generator = torch.Generator().manual_seed(seed)
+                start = fitted[site, choice]
+                tensors = fit(choice, calibration, length=length, steps=steps, generator=generator, start=start)
+                return {choice: (tensors, errors(choice, calibration, tensors))}
+
+            result[site, choice] = progress.fits(f"{site}|{choice}|{steps} more", compute)[choice][0]
+            report("training the chosen operators further", len(result), len(pairs))
+    return result
+
+
+def _warm_start(choice: Choice, fitted: Iterable[Choice]) -> Choice | None:
+    """A fitted choice that differs from `choice` only in the option `Kind.warm_start`."""
+    free = choice.definition.warm_start
+    if free is None:
+        return None
+    same = [c for c in fitted if c.kind == choice.kind and {**c.options, free: 0} == {**choice.options, free: 0}]
+    return same[0] if same else None
 
 
 def fit(
     choice: Choice,
-    samples: Sequence[Attention],
+    samples: Sequence[AttentionSample],
     *,
     length: int,
     steps: int,
     generator: torch.Generator,
     start: Mapping[str, Tensor] | None = None,
 ) -> Tensors:
-    """Learned tensors of every head, stacked (h, *shape); empty for a kind that has none.
+    """Learned tensors of every head, stacked (h, *shape); empty for a kind without any.
 
-    start   where to begin instead, such as the tensors of a choice that differs in its width alone
+    start   initial values, such as the tensors of a similar choice (default: from the kind)
     """
-    begun = begin(choice, samples, length=length, generator=generator) if start is None else dict(start)
-    if not begun or not steps:
-        return begun
-    apart = max(1, len(samples) // 4) if len(samples) > 1 else 0
-    train, judge = list(samples[apart:]), list(samples[:apart] or samples)
-    own = {name: x.detach().clone().requires_grad_() for name, x in begun.items()}
-    groups = [{"params": [x], "lr": STEP.get(name, 0.02)} for name, x in own.items()]
-    adam = torch.optim.Adam(groups)
-    fall = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / steps)
-    scale = torch.stack([_squares(sample.out, sample) for sample in train]).mean(0).clamp(min=1e-30)
-    best, least = begun, errors(choice, judge, begun)
+    initial = _initial(choice, samples, length, generator) if start is None else dict(start)
+    if not initial or not steps:
+        return initial
+    held_out = max(1, len(samples) // 4) if len(samples) > 1 else 0
+    train, judge = samples[held_out:], samples[:held_out] or samples
+    tensors = {name: x.detach().clone().requires_grad_() for name, x in initial.items()}
+    step_sizes = choice.definition.step_sizes
+    adam = torch.optim.Adam([{"params": [x], "lr": step_sizes.get(name, 0.02)} for name, x in tensors.items()])
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / steps)
+    scale = torch.stack([_squares(sample.output, sample) for sample in train]).mean(0).clamp(min=1e-30)
+    best, least = initial, errors(choice, judge, initial)
     for step in range(steps):
         sample = train[step % len(train)]
         with torch.enable_grad():
             adam.zero_grad(set_to_none=True)
-            (_squares(output(choice, sample, own) - sample.out, sample) / scale).sum().backward()
-        for x in own.values():
+            (_squares(_output(choice, sample, tensors) - sample.output, sample) / scale).sum().backward()
+        for x in tensors.values():
             if x.grad is not None:
                 x.grad.nan_to_num_()
         adam.step()
-        fall.step()
+        schedule.step()
         if step + 1 in (steps // 3, 2 * steps // 3, steps):
-            now = {name: x.detach().clone() for name, x in own.items()}
-            best, least = _better(best, least, now, errors(choice, judge, now))
+            now = {name: x.detach().clone() for name, x in tensors.items()}
+            error = errors(choice, judge, now)
+            better = error < least  # for each head
+            best = {name: torch.where(better.view(-1, *(1,) * (x.dim() - 1)), x, best[name]) for name, x in now.items()}
+            least = torch.minimum(error, least)
     return best
 
 
-def _better(best: Tensors, least: Tensor, now: Tensors, found: Tensor) -> tuple[Tensors, Tensor]:
-    """For each head the tensors with the smaller error."""
-    wins = found < least
-    kept = {name: torch.where(wins.view(-1, *(1,) * (x.dim() - 1)), x, best[name]) for name, x in now.items()}
-    return kept, torch.minimum(found, least)
+def _initial(choice: Choice, samples: Sequence[AttentionSample], length: int, generator: torch.Generator) -> Tensors:
+    """Initial values of all heads, stacked: from the samples if the kind has a `start`."""
+    _, heads, _, width = samples[0].inputs.q.shape
+    tensors = choice.initial(length, width)
+    start = choice.definition.start
+    if start is not None and tensors:
+        return start(choice.options, samples, generator)
+    return {name: x.expand(heads, *x.shape).clone() for name, x in tensors.items()}
 
 
-def output(choice: Choice, sample: Attention, own: Mapping[str, Tensor]) -> Tensor:
-    """P~ v for all heads of the site: (b, h, m, d)"""
-    kind, h = choice.of, sample.q.shape[1]
-    P = kind.build(
-        choice, sample.q, sample.k, keep=sample.keep, causal=sample.causal, scale=sample.scale, parameters=own
-    )
-    v = sample.v if sample.v.shape[1] in (1, h) else sample.v.repeat_interleave(h // sample.v.shape[1], dim=1)
-    return P(v)
-
-
-def relative(choice: Choice, sample: Attention, own: Mapping[str, Tensor]) -> Tensor:
-    """(h,): the error of each head on one sample"""
+def errors(choice: Choice, samples: Sequence[AttentionSample], tensors: Tensors) -> Tensor:
+    """(h,): the mean relative error of each head over samples, in double precision."""
+    relative = []
     with torch.no_grad():
-        found = _squares(output(choice, sample, own) - sample.out, sample)
-        return (found / _squares(sample.out, sample).clamp(min=1e-30)).nan_to_num(nan=1e6, posinf=1e6)
+        for sample in samples:
+            error = _squares(_output(choice, sample, tensors) - sample.output, sample)
+            relative.append((error / _squares(sample.output, sample).clamp(min=1e-30)).nan_to_num(nan=1e6, posinf=1e6))
+    return torch.stack([x.double() for x in relative]).mean(0)
 
 
-def errors(choice: Choice, samples: Sequence[Attention], own: Mapping[str, Tensor]) -> Tensor:
-    """(h,): mean errors over samples, in double precision"""
-    return torch.stack([relative(choice, sample, own).double() for sample in samples]).mean(0)
+def _output(choice: Choice, sample: AttentionSample, tensors: Tensors) -> Tensor:
+    """P~ v for all heads of the site: (b, h, m, d)"""
+    heads, v = sample.inputs.q.shape[1], sample.v
+    v = v if v.shape[1] in (1, heads) else v.repeat_interleave(heads // v.shape[1], dim=1)
+    return choice.operator(sample.inputs, tensors)(v)
 
 
-def _squares(x: Tensor, sample: Attention) -> Tensor:
-    """Sums of squares for each head, over real queries."""
-    x = x if sample.real is None else x.masked_fill(~sample.real, 0)
-    return x.square().sum((0, 2, 3))
-
-
-def begin(choice: Choice, samples: Sequence[Attention], *, length: int, generator: torch.Generator) -> Tensors:
-    """Where a fit begins: read off the data where there is a way, else as the kind begins by itself."""
-    width, heads = samples[0].q.shape[-1], samples[0].q.shape[1]
-    own = choice.of.initial(choice, length, width)
-    stacked = {name: x.expand(heads, *x.shape).clone() for name, x in own.items()}
-    beginning = BEGIN.get(choice.kind)
-    return stacked if beginning is None or not stacked else beginning(choice, samples, stacked, generator)
-
-
-def _near_far(choice: Choice, samples: Sequence[Attention], own: Tensors, generator: torch.Generator) -> Tensors:
-    """Features around queries that occurred: the key side is the query itself, so that a slot holds what it would see.
-
-    With b = u and a = u / 2, feature u weighs most for queries near u: exp(s (q . u - |u|^2 / 2)) exp(s u . k) / e.
-    """
-    rank = int(choice.options["rank"])
-    scale, queries = samples[0].scale, torch.cat([_flat(sample) for sample in samples], dim=1)  # (h, rows, k)
-    if rank == 1:
-        u = queries.mean(1, keepdim=True)
-        return {"a": u / 2, "b": u, "c": torch.full(u.shape[:2], -1.0)}
-    pick = torch.randint(queries.shape[1], (rank,), generator=generator)
-    u = queries[:, pick]
-    return {"a": u / 2, "b": u, "c": -scale * u.square().sum(-1) / 2 - 1}
-
-
-def _toeplitz(choice: Choice, samples: Sequence[Attention], own: Tensors, generator: torch.Generator) -> Tensors:
-    """The logarithm of the mean weight at each offset; beyond the reach, the mean of what lies there."""
-    reach = int(choice.options["reach"])
-    means = profile(samples, reach)
-    return {"profile": means.clamp(min=1e-9).log().float()}
-
-
-def _quadratic(choice: Choice, samples: Sequence[Attention], own: Tensors, generator: torch.Generator) -> Tensors:
-    """Mean and spread of the offsets that a head looks at, each bounded so that a shapeless head has some beginning."""
-    reach = min(64, samples[0].k.shape[-2] - 1)
-    weights = profile(samples, reach)[:, 1:-1]
-    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
-    offsets = torch.arange(-reach + 1, reach, dtype=weights.dtype)
-    centre = (weights * offsets).sum(-1)
-    spread = (weights * (offsets - centre.unsqueeze(-1)).square()).sum(-1).clamp(min=0.05)
-    return {"centre": centre.float(), "log_width": spread.log().float() / 2}
-
-
-def profile(samples: Sequence[Attention], reach: int) -> Tensor:
-    """Mean of P_(i, i+o) over i for o = -reach..reach, (h, 2 reach + 1); the two ends hold the mean of all beyond."""
-    total, count = torch.zeros(samples[0].q.shape[1], 2 * reach + 1), torch.zeros(2 * reach + 1)
-    for sample in samples:
-        h, n = sample.q.shape[1], sample.k.shape[-2]
-        keys = sample.k if sample.k.shape[1] == h else sample.k.repeat_interleave(h // sample.k.shape[1], dim=1)
-        block = max(1, ENTRIES // (h * n))
-        for b in range(sample.q.shape[0]):
-            for start in range(0, n, block):
-                stop = min(n, start + block)
-                scores = sample.scale * (sample.q[b, :, start:stop] @ keys[b].mT)
-                offset = torch.arange(n) - torch.arange(start, stop)[:, None]
-                hidden = offset > 0 if sample.causal else torch.zeros_like(offset, dtype=torch.bool)
-                hidden = hidden if sample.keep is None else hidden | ~sample.keep[b]
-                place = (offset.clamp(-reach, reach) + reach).flatten()
-                p = torch.softmax(scores.masked_fill(hidden, -1e30), dim=-1).masked_fill(hidden, 0)
-                total.index_add_(1, place, p.flatten(1))
-                count.index_add_(0, place, (~hidden).float().flatten())
-    return total / count.clamp(min=1)
-
-
-def _flat(sample: Attention) -> Tensor:
-    """Real queries of all sequences: (h, rows, k)"""
-    q = sample.q.transpose(0, 1)
-    return q.flatten(1, 2) if sample.keep is None else q[:, sample.keep]
-
-
-BEGIN: dict[str, Callable[[Choice, Sequence[Attention], Tensors, torch.Generator], Tensors]] = {
-    "near_far": _near_far,
-    "toeplitz": _toeplitz,
-    "quadratic": _quadratic,
-}
+def _squares(x: Tensor, sample: AttentionSample) -> Tensor:
+    """Sum of squares of each head over real queries, which are at the positions of the keys."""
+    mask = sample.inputs.key_mask  # (b, 1, n)
+    return (x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)).square().sum((0, 2, 3))

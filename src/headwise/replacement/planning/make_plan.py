@@ -1,40 +1,70 @@
-"""`plan(model, batches, tolerance=…)`: capture, fit, measure every head alone, search, and report on fresh texts.
+"""`plan(model, batches, tolerance=…)`: record attention, fit candidates, measure every head alone, search, test.
 
-Batches are dealt into three parts that never meet: calibration (replacements are fitted to it), selection (drifts are
-measured on it and plans chosen by them) and test (only ever looked at by the finished curve).
+Batches are split into three disjoint parts: calibration (replacements are fitted to it), selection (drifts are measured
+on it and plans chosen by them) and test (only used to report on the finished curve).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.models.fingerprint import check_weights, digest, fingerprint
-from headwise.replacement.choice import EXACT, Choice
-from headwise.replacement.install.mixed_heads import Heads
-from headwise.replacement.plan import Plan, Point, Sites, each
-from headwise.replacement.planning.candidates import candidates, relative_of
-from headwise.replacement.planning.capture import Site, capture, in_portions, sites
-from headwise.replacement.planning.drift import Replace, Trial, measure_for
-from headwise.replacement.planning.effort import Effort
-from headwise.replacement.planning.fit import errors, fit
-from headwise.replacement.planning.plan_search import Found, Head, Option, pareto, search, undominated
-from headwise.replacement.planning.saved_progress import Memory
-from headwise.replacement.planning.timing import seconds, timed
-from headwise.replacement.planning.transfer import transfer
+from headwise.replacement.install.mixed_heads import MixedHeads
+from headwise.replacement.kinds import Choice, candidates
+from headwise.replacement.plan import Plan, PlanPoint, Sites, check_tolerance, each_head, max_positions
+from headwise.replacement.planning.capture import AttentionSite, find_sites, recordings
+from headwise.replacement.planning.drift import DriftTrial, Measure, measure_for
+from headwise.replacement.planning.fit import Fitted, Report, fit_sites, transfer
+from headwise.replacement.planning.plan_search import Head, HeadCandidate, MeasuredPlan, pareto, search, undominated
+from headwise.replacement.planning.saved_progress import DriftEstimate, PlanProgress
+from headwise.replacement.planning.timing import relative_costs, time_plan
+from headwise.replacement.standard_kinds import SOFTMAX
 
-Progress = Callable[[str, int, int], None]
-"""(what is being done, how much of it is done, how much there is)"""
+MIN_BATCHES = 6
 
-LEAST = 6
-"""Batches below which there is nothing to fit to, choose by and report on."""
+
+@final
+@dataclass(frozen=True)
+class Effort:
+    """How long to search.
+
+    steps        of Adam for each fit
+    texts        on which each head is measured alone
+    options      choices for each head that are measured
+    evaluations  whole plans that are measured
+    quick        fewer candidates
+    """
+
+    steps: int = 120
+    texts: int = 4
+    options: int = 7
+    evaluations: int = 120
+    quick: bool = False
+
+
+QUICK = Effort(steps=60, texts=2, options=4, evaluations=30, quick=True)
+
+
+class Split(NamedTuple):
+    """Batches, or their indices, by what they are used for."""
+
+    calibration: list[Any]
+    selection: list[Any]
+    test: list[Any]
+
+
+def split(count: int, seed: int) -> Split:
+    """Indices at random: two fifths for calibration, three tenths for selection, the rest for test."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    a, b = max(2, round(0.4 * count)), max(2, round(0.3 * count))
+    return Split(order[:a], order[a : a + b], order[a + b :])
 
 
 def plan(
@@ -44,356 +74,288 @@ def plan(
     tolerance: float,
     length: int | None = None,
     choices: Sequence[Choice] | None = None,
-    price: str = "multiply_adds",
+    objective: str = "multiply_adds",
     effort: Effort | None = None,
     transfer: int = 0,
     seed: int = 0,
     name: str | None = None,
-    made: Mapping[str, Any] | None = None,
-    work: Path | None = None,
-    memory: int = 1 << 30,
-    progress: Progress | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    partial_results: Path | None = None,
+    capture_bytes: int = 1 << 30,
+    progress: Report | None = None,
 ) -> Plan:
-    """The cheapest operators, head by head, with which the model's answer moves by at most `tolerance`.
+    """The cheapest operators, head by head, with which the output of the model drifts by at most `tolerance`.
 
-    length    what the model will be used at, where costs are counted (default: that of the batches)
-    choices   what to choose from besides exact (default: every kind at a few settings)
-    price     "multiply_adds", or "seconds" as measured on this machine
-    transfer  further steps of fitting the chosen operators, at the end
-    work      a directory that remembers what was fitted and measured; what it holds is not repeated
-    memory    bytes that captured queries, keys and values may take
+    length           sequence length at which costs are counted (default: that of the batches)
+    choices          candidates besides softmax (default: every registered kind at a few settings)
+    objective        quantity to minimise: "multiply_adds", or "seconds" measured on this machine
+    transfer         steps by which the chosen operators are trained further at the end
+    partial_results  a directory for fits and measurements, from which an interrupted run resumes
+    capture_bytes    memory for recorded queries, keys and values
     """
-    _check(tolerance, price)
+    check_tolerance(tolerance)
+    if objective not in ("multiply_adds", "seconds"):
+        raise InputError(f"objective must be 'multiply_adds' or 'seconds', but is {objective!r}")
     check_weights(model)
-    effort = effort or Effort()
-    given = list(batches)
-    if len(given) < LEAST:
+    batches = list(batches)
+    if len(batches) < MIN_BATCHES:
         raise InputError(
-            f"a plan needs at least {LEAST} batches to fit to, choose by and report on, but there are {len(given)}; "
-            "give more text, or shorter texts"
+            f"a plan needs at least {MIN_BATCHES} batches for calibration, selection and test, but there are "
+            f"{len(batches)}; give more text, or shorter texts"
         )
     was_training = model.training
     model.eval()
     try:
-        return _Making(model, given, length, price, effort, seed, work, memory, progress, choices).run(
-            tolerance, transfer, name or type(model).__name__, made or {}
-        )
+        task = _prepare(model, batches, length, choices, effort or Effort(), seed)
+        key = [seed, task.length, task.effort.steps, task.effort.texts, *map(str, task.choices)]
+        store = PlanProgress(partial_results, fingerprint(model, {"settings": key, "texts": digest(batches)}))
+        run = _Run(task, store, progress or (lambda what, done, total: None), capture_bytes, objective)
+        curve, baselines = run.trade_off(tolerance, transfer)
     finally:
         model.train(was_training)
+    return run.plan(curve, baselines, tolerance, transfer, name or type(model).__name__, provenance or {})
 
 
-def split(count: int, seed: int) -> tuple[list[int], list[int], list[int]]:
-    """Calibration, selection and test: two fifths, three tenths and the rest, at random."""
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    a, b = max(2, round(0.4 * count)), max(2, round(0.3 * count))
-    return order[:a], order[a : a + b], order[a + b :]
+@final
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """What is to be planned."""
+
+    model: nn.Module
+    batches: Split
+    sites: dict[str, AttentionSite]
+    skipped: dict[str, str]
+    length: int
+    choices: list[Choice]
+    measure: Measure
+    measure_name: str
+    effort: Effort
+    seed: int
 
 
-class _Making:
-    """One run: what it was given, and what it found so far."""
+def _prepare(
+    model: nn.Module,
+    batches: list[Any],
+    length: int | None,
+    choices: Sequence[Choice] | None,
+    effort: Effort,
+    seed: int,
+) -> _Task:
+    """Find the sites that can be planned, and the candidates for them."""
+    name = type(model).__name__
+    parts = Split(*([batches[i] for i in part] for part in split(len(batches), seed)))
+    found = find_sites(model, parts.calibration[0])
+    skipped = {site.name: site.skipped for site in found.values() if site.skipped is not None}
+    sites = {site.name: site for site in found.values() if site.skipped is None}
+    if not sites:
+        reasons = "; ".join(f"{site}: {why}" for site, why in list(skipped.items())[:3])
+        raise InputError(f"no attention of {name} can be replaced ({reasons})")
+    longest = max(site.length for site in sites.values())
+    length = length or longest
+    limit = max_positions(model)
+    if limit is not None and limit < length:
+        raise InputError(f"{name} has {limit} positions, but the target length is {length}")
+    if length < 4:
+        raise InputError(f"the target length is {length}; plans are for lengths of at least 4")
+    causal = all(site.causal for site in sites.values())
+    tried = choices or candidates(length, causal=causal, calibration_length=longest, quick=effort.quick)
+    for choice in tried if causal else ():
+        choice.check_causal(name)
+    measure, measure_name = measure_for(model, batches[0], causal=causal)
+    tried = list(dict.fromkeys([SOFTMAX, *tried]))
+    return _Task(model, parts, sites, skipped, length, tried, measure, measure_name, effort, seed)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: list[Any],
-        length: int | None,
-        price: str,
-        effort: Effort,
-        seed: int,
-        work: Path | None,
-        memory: int,
-        progress: Progress | None,
-        choices: Sequence[Choice] | None,
-    ) -> None:
-        self.model, self.effort, self.seed, self.budget = model, effort, seed, memory
-        self.say = progress or (lambda what, done, total: None)
-        self.parts = [[batches[i] for i in part] for part in split(len(batches), seed)]
-        found = sites(model, self.parts[0][0])
-        self.left = {site.name: site.why_not for site in found.values() if site.why_not is not None}
-        self.sites: dict[str, Site] = {name: site for name, site in found.items() if site.why_not is None}
-        if not self.sites:
-            reasons = "; ".join(f"{name}: {why}" for name, why in list(self.left.items())[:3])
-            raise InputError(f"no attention of {type(model).__name__} can be replaced ({reasons})")
-        longest = max(site.length for site in self.sites.values())
-        self.length = _within(model, length or longest)
-        self.causal = all(site.causal for site in self.sites.values())
-        wanted = choices or candidates(self.length, causal=self.causal, fitted_length=longest, quick=effort.quick)
-        self.choices = list(dict.fromkeys([EXACT, *wanted]))
-        for choice in self.choices if self.causal else ():
-            if reason := choice.of.why_not_causal(choice):
-                raise InputError(f"{type(model).__name__} is causal, but {reason}")
-        self.measure, self.measured_by = measure_for(model, batches[0], causal=self.causal)
-        self.fitted: dict[tuple[str, Choice], dict[str, Tensor]] = {}
-        self.own_error: dict[tuple[str, Choice], Tensor] = {}
-        self.price = price
-        self.prices = self._prices()
-        settings = [seed, self.length, effort.steps, effort.texts, *map(str, self.choices)]
-        self.memory = Memory(work, fingerprint(model, {"settings": settings, "texts": digest(batches)}))
-        self.stage = ""  # goes before what is remembered of whole plans: their tensors change once, by transfer
 
-    def run(self, tolerance: float, more: int, name: str, made: Mapping[str, Any]) -> Plan:
-        self._fit()
-        trial = Trial(self.model, self.parts[1], self.measure, list(self.sites))
+@final
+@dataclass(eq=False)
+class _Run:
+    """The search for one plan, and what it has fitted."""
+
+    task: _Task
+    store: PlanProgress
+    report: Report
+    capture_bytes: int
+    objective: str
+    costs: dict[tuple[str, Choice], float] = field(default_factory=dict)
+    fitted: Fitted = field(default_factory=dict)
+    stage: str = ""  # part of the key of measured plans, because `transfer` changes their tensors
+
+    def trade_off(self, tolerance: float, transfer_steps: int) -> tuple[list[PlanPoint], list[PlanPoint]]:
+        """The curve and the baselines, measured on the test texts."""
+        task = self.task
+        self.costs = relative_costs(task.sites, task.choices, task.length, self.objective)
+        self.fitted, errors = fit_sites(
+            recordings(task.model, task.sites, task.batches[:2], self.capture_bytes),
+            task.choices,
+            sites=len(task.sites),
+            length=task.length,
+            steps=task.effort.steps,
+            seed=task.seed,
+            progress=self.store,
+            report=self.report,
+        )
+        trial = self._trial(task.batches.selection)
         with trial.open():
-            uniform = self._uniform(trial)
-            table = self._alone(trial)
+            baselines = self._baselines(trial)
             curve = search(
-                table,
-                uniform,
-                lambda plan: self._whole(trial, plan),
-                evaluations=self.effort.evaluations,
-                seed=self.seed,
-                progress=lambda done: self.say("measuring whole plans", done, self.effort.evaluations),
+                self._heads_alone(trial, errors),
+                baselines,
+                lambda sites: self._plan_drift(trial, sites)[:2],
+                evaluations=task.effort.evaluations,
+                seed=task.seed,
+                progress=lambda done: self.report("measuring whole plans", done, task.effort.evaluations),
             )
-        if more:
-            curve, uniform = self._transfer(trial, curve, uniform, tolerance, more)
-        curve, uniform = self._test(curve, uniform)
-        found = Plan(
-            self._described(name),
-            self.length,
-            tolerance,
-            self.measured_by,
-            {site: [EXACT] * known.heads for site, known in self.sites.items()},
-            self._tensors(),
-            curve,
-            uniform,
-            left=self.left,
-            made={
-                **made,
-                "seed": self.seed,
-                "price": self.price,
-                "transfer": more,
-                "texts": [len(part) for part in self.parts],
-                "effort": vars(self.effort),
-            },
-        ).at(tolerance)
-        return replace(found, timing=timed(found))
+        if transfer_steps:
+            self._transfer(curve, tolerance, transfer_steps)
+            with trial.open():
+                curve, baselines = self._measure_again(trial, curve, baselines)
+        return self._test(curve, baselines)
 
-    def _prices(self) -> dict[tuple[str, Choice], float]:
-        """What a choice costs at a site, in units of all heads exact."""
-        raw: dict[tuple[str, Choice], float] = {}
-        sizes = {(s.width, s.causal): s for s in self.sites.values()}
-        clock = {}
-        for (width, causal), site in sizes.items() if self.price == "seconds" else ():
-            for choice in self.choices:
-                # in a mixed layer an operator has some of the heads, and few together cost more a head than all
-                together = site.heads if choice == EXACT else max(1, site.heads // 4)
-                clock[width, causal, choice] = seconds(choice, together, self.length, width, causal)
-        for name, site in self.sites.items():
-            for choice in self.choices:
-                if self.price == "seconds":
-                    raw[name, choice] = clock[site.width, site.causal, choice]
-                else:
-                    raw[name, choice] = choice.of.cost(choice, self.length, site.width, site.causal).multiply_adds
-        whole = sum(site.heads * raw[name, EXACT] for name, site in self.sites.items())
-        return {key: value / whole for key, value in raw.items()}
+    def _trial(self, batches: Sequence[Any]) -> DriftTrial:
+        return DriftTrial(self.task.model, batches, self.task.measure, list(self.task.sites))
 
-    def _fit(self) -> None:
-        """Every choice to every site on calibration texts; errors on selection texts."""
-        portions = in_portions(self.sites, len(self.parts[0]) + len(self.parts[1]), self.budget)
-        total, done = len(self.sites) * len(self.choices), 0
-        for names in portions:
-            known = {site: self.memory.fitted(site) for site in names}
-            if any(known[site] is None for site in names):
-                samples = capture(self.model, self.parts[0], names)
-                fresh = capture(self.model, self.parts[1], names)
-            else:
-                samples, fresh = {}, {}
-            for site in names:
-                before = known[site]
-                if before is None:
-                    before = {}
-                    for choice in self.choices:
-                        start = relative_of(choice, before)
-                        own = fit(
-                            choice,
-                            samples[site],
-                            length=self.length,
-                            steps=self.effort.steps if start is None else self.effort.steps // 3,
-                            generator=torch.Generator().manual_seed(self.seed),
-                            start=None if start is None else before[start][0],
-                        )
-                        before[choice] = (own, errors(choice, fresh[site], own))
-                        done += 1
-                        self.say("fitting operators to heads", done, total)
-                    self.memory.keep_fitted(site, before)
-                else:
-                    done += len(self.choices)
-                for choice, (own, error) in before.items():
-                    self.fitted[site, choice] = own
-                    self.own_error[site, choice] = error
-                samples.pop(site, None)
-                fresh.pop(site, None)
-
-    def _uniform(self, trial: Trial) -> list[Point]:
+    def _baselines(self, trial: DriftTrial) -> list[PlanPoint]:
         """Every choice for all heads."""
-        found = []
-        for index, choice in enumerate(self.choices):
-            plan = {site: [choice] * known.heads for site, known in self.sites.items()}
-            mean, error = self._whole(trial, plan)
-            cost = sum(known.heads * self.prices[site, choice] for site, known in self.sites.items())
-            found.append(Point(plan, cost, mean, error, name=str(choice)))
-            self.say("measuring one operator for all heads", index + 1, len(self.choices))
-        return found
+        points = []
+        for choice in self.task.choices:
+            sites = {name: [choice] * site.heads for name, site in self.task.sites.items()}
+            cost = sum(site.heads * self.costs[name, choice] for name, site in self.task.sites.items())
+            points.append(PlanPoint(sites, cost, *self._plan_drift(trial, sites)[:2], name=str(choice)))
+            self.report("measuring one operator for all heads", len(points), len(self.task.choices))
+        return points
 
-    def _alone(self, trial: Trial) -> dict[Head, list[Option]]:
-        """The drift of each head's undominated choices, one head at a time."""
-        wanted = {}
-        for site, known in self.sites.items():
-            for head in range(known.heads):
-                options = [
-                    Option(c, self.prices[site, c], float(self.own_error[site, c][head]) if c != EXACT else 0.0)
-                    for c in self.choices
+    def _heads_alone(
+        self, trial: DriftTrial, errors: Mapping[tuple[str, Choice], Tensor]
+    ) -> dict[Head, list[HeadCandidate]]:
+        """The drift of each head's choices, one head at a time; only choices not dominated by their fitting errors."""
+        tried: dict[Head, list[HeadCandidate]] = {}
+        for name, site in self.task.sites.items():
+            for head in range(site.heads):
+                of_head = [
+                    HeadCandidate(c, self.costs[name, c], 0.0 if c == SOFTMAX else float(errors[name, c][head]))
+                    for c in self.task.choices
                 ]
-                wanted[site, head] = undominated(options, self.effort.options + 1)
-        total, done = sum(map(len, wanted.values())), 0
-        table: dict[Head, list[Option]] = {}
-        for (site, head), options in wanted.items():
-            measured = []
-            for option in options:
-                drift, way = self._alone_at(trial, site, head, option.choice)
-                measured.append(replace(option, drift=drift, way=way))
+                tried[name, head] = undominated(of_head, self.task.effort.options + 1)
+        total, done = sum(map(len, tried.values())), 0
+        table: dict[Head, list[HeadCandidate]] = {}
+        for (site, head), of_head in tried.items():
+            measured: list[HeadCandidate] = []
+            for candidate in of_head:
+                estimate = self._head_drift(trial, site, head, candidate.choice)
+                measured.append(replace(candidate, drift=estimate.mean, direction=estimate.direction))
                 done += 1
-                self.say("measuring heads one by one", done, total)
-            still = torch.zeros_like(measured[0].way) if measured[0].way is not None else None
-            measured = [replace(option, way=still) if option.choice == EXACT else option for option in measured]
+                self.report("measuring heads one by one", done, total)
+            moved = next((c.direction for c in measured if c.direction is not None), None)
+            still = None if moved is None else torch.zeros_like(moved)
+            measured = [replace(c, direction=still) if c.choice == SOFTMAX else c for c in measured]
             table[site, head] = undominated(measured, len(measured))
         return table
 
-    def _alone_at(self, trial: Trial, site: str, head: int, choice: Choice) -> tuple[float, Tensor | None]:
-        if choice == EXACT:
-            return 0.0, None
-        key = f"{site}|{head}|{choice}"
-        known = self.memory.drift(key)
-        if known is None:
-            drifts, way = trial.moved({site: self._one(site, head, choice)}, first=self.effort.texts)
-            known = float(drifts.mean()), way
-            self.memory.keep_drift(key, *known)
-        return known
+    def _head_drift(self, trial: DriftTrial, site: str, head: int, choice: Choice) -> DriftEstimate:
+        if choice == SOFTMAX:
+            return DriftEstimate(0.0, 0.0)
+        choices = [choice if i == head else SOFTMAX for i in range(self.task.sites[site].heads)]
+        return self.store.drift(
+            f"{site}|{head}|{choice}",
+            lambda: trial.estimate({site: self._mixed_heads(site, choices)}, batches=self.task.effort.texts),
+        )
 
-    def _whole(self, trial: Trial, plan: Sites, part: str = "") -> tuple[float, float]:
-        """Mean drift on the trial's texts, and its standard error."""
-        key = self.stage + part + "|".join(str(c) for _, _, c in each(plan))
-        known = self.memory.whole(key)
-        if known is None:
-            drifts = torch.zeros(2) if self._is_exact(plan) else trial.drift(self._replaced(plan))
-            known = float(drifts.mean()), float(drifts.std() / math.sqrt(len(drifts)))
-            if not all(map(math.isfinite, known)):
-                known = 1e9, 0.0
-            self.memory.keep_whole(key, known)
-        return known
+    def _plan_drift(self, trial: DriftTrial, sites: Sites, part: str = "") -> DriftEstimate:
+        """Mean drift on the texts of the trial, and its standard error."""
+        changed = {site: choices for site, choices in sites.items() if any(c != SOFTMAX for c in choices)}
+        if not changed:
+            return DriftEstimate(0.0, 0.0)
+        return self.store.drift(
+            self.stage + part + "|".join(str(c) for _, _, c in each_head(sites)),
+            lambda: trial.estimate({site: self._mixed_heads(site, c) for site, c in changed.items()})._replace(
+                direction=None
+            ),
+        )
 
-    def _transfer(
-        self, trial: Trial, curve: list[Point], uniform: list[Point], tolerance: float, steps: int
-    ) -> tuple[list[Point], list[Point]]:
-        """Train the operators of the cheapest plan within the tolerance further; measure again what shares them."""
+    def _mixed_heads(self, site: str, choices: Sequence[Choice]) -> MixedHeads:
+        fitted = {
+            head: {name: x[head] for name, x in self.fitted[site, choice].items()}
+            for head, choice in enumerate(choices)
+        }
+        return MixedHeads(choices, self.task.sites[site].width, self.task.length, fitted)
+
+    def _transfer(self, curve: Sequence[PlanPoint], tolerance: float, steps: int) -> None:
+        """Train the operators of the cheapest plan within the tolerance further."""
+        task = self.task
         chosen = min((p for p in curve if p.meets(tolerance)), key=lambda p: p.cost)
+        pairs = {(site, choice) for site, _, choice in each_head(chosen.sites) if self.fitted[site, choice]}
+        sites = {name: site for name, site in task.sites.items() if any(name == at for at, _ in pairs)}
         learned = transfer(
-            self.model,
-            self.parts[0],
-            self.sites,
+            recordings(task.model, sites, task.batches[:1], self.capture_bytes),
             self.fitted,
-            [(site, choice) for site, _, choice in each(chosen.sites) if self.fitted[site, choice]],
-            length=self.length,
+            pairs,
+            length=task.length,
             steps=steps,
-            seed=self.seed + 1,
-            memory=self.memory,
-            budget=self.budget,
-            say=self.say,
+            seed=task.seed + 1,
+            progress=self.store,
+            report=self.report,
         )
         self.fitted.update(learned)
-        self.stage = f"{steps} more for {sorted(map(str, learned))}|"
-        again: list[Point] = []
-        with trial.open():
-            for point in (every := [*curve, *uniform]):
-                again.append(self._again(trial, point))
-                self.say("measuring plans again", len(again), len(every))
-        return [found.point for found in pareto([Found(p, 0.0) for p in again])], again[len(curve) :]
+        self.stage = f"{steps} more for {sorted(f'{site} {choice}' for site, choice in learned)}|"
 
-    def _again(self, trial: Trial, point: Point) -> Point:
-        mean, error = self._whole(trial, point.sites)
-        return replace(point, selection=mean, error=error)
+    def _measure_again(
+        self, trial: DriftTrial, curve: Sequence[PlanPoint], baselines: Sequence[PlanPoint]
+    ) -> tuple[list[PlanPoint], list[PlanPoint]]:
+        points: list[PlanPoint] = []
+        for point in (*curve, *baselines):
+            mean, error, _ = self._plan_drift(trial, point.sites)
+            points.append(replace(point, selection=mean, standard_error=error))
+            self.report("measuring plans again", len(points), len(curve) + len(baselines))
+        return [p.point for p in pareto([MeasuredPlan(point, 0.0) for point in points])], points[len(curve) :]
 
-    def _is_exact(self, plan: Sites) -> bool:
-        return all(choice == EXACT for _, _, choice in each(plan))
+    def _test(
+        self, curve: Sequence[PlanPoint], baselines: Sequence[PlanPoint]
+    ) -> tuple[list[PlanPoint], list[PlanPoint]]:
+        tested: dict[int, PlanPoint] = {}
+        points = {id(point): point for point in (*curve, *baselines)}
+        with self._trial(self.task.batches.test).open() as trial:
+            for key, point in points.items():
+                tested[key] = replace(point, test=self._plan_drift(trial, point.sites, "test|").mean)
+                self.report("measuring on test texts", len(tested), len(points))
+        return [tested[id(point)] for point in curve], [tested[id(point)] for point in baselines]
 
-    def _test(self, curve: list[Point], uniform: list[Point]) -> tuple[list[Point], list[Point]]:
-        trial = Trial(self.model, self.parts[2], self.measure, list(self.sites))
-        tested: dict[int, float] = {}
-        every = [*curve, *(point for point in uniform if not any(point is other for other in curve))]
-        with trial.open():
-            for index, point in enumerate(every):
-                tested[id(point)] = self._whole(trial, point.sites, "test|")[0]
-                self.say("measuring on test texts", index + 1, len(every))
-        return [[replace(p, test=tested[id(p)]) for p in points] for points in (curve, uniform)]  # type: ignore[return-value]
-
-    def _replaced(self, plan: Sites) -> dict[str, Replace]:
-        changed = {site: cs for site, cs in plan.items() if any(c != EXACT for c in cs)}
-        return {site: _answering(self._heads(site, dict(enumerate(cs)))) for site, cs in changed.items()}
-
-    def _heads(self, site: str, choices: Mapping[int, Choice]) -> Heads:
-        heads = Heads(list(choices.values()), self.sites[site].width, self.length)
-        for place, (head, choice) in enumerate(choices.items()):
-            heads.load_head(place, {name: x[head] for name, x in self.fitted[site, choice].items()})
-        return heads
-
-    def _one(self, site: str, head: int, choice: Choice) -> Replace:
-        heads = self._heads(site, {head: choice})
-
-        def answer(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float, exact: Callable):
-            out = exact().clone()
-            own = head * k.shape[1] // q.shape[1]
-            part = heads(
-                q[:, head : head + 1],
-                k[:, own : own + 1],
-                v[:, own : own + 1],
-                keep=keep,
-                causal=causal,
-                scale=scale,
-            )
-            out.view(*q.shape[:-1], -1)[:, head] = part[:, 0]
-            return out
-
-        return answer
-
-    def _tensors(self) -> dict[tuple[str, int, Choice], dict[str, Tensor]]:
-        """What was fitted, head by head."""
-        return {
-            (site, head, choice): {name: x[head].clone() for name, x in own.items()}
-            for (site, choice), own in self.fitted.items()
-            if own
-            for head in range(self.sites[site].heads)
-        }
-
-    def _described(self, name: str) -> dict[str, Any]:
-        return {
-            "class": type(self.model).__name__,
-            "name": name,
-            "fingerprint": fingerprint(self.model, {}),
-            "sites": {
-                site: {"heads": known.heads, "width": known.width, "causal": known.causal}
-                for site, known in self.sites.items()
+    def plan(
+        self,
+        curve: Sequence[PlanPoint],
+        baselines: Sequence[PlanPoint],
+        tolerance: float,
+        transfer_steps: int,
+        name: str,
+        provenance: Mapping[str, Any],
+    ) -> Plan:
+        task = self.task
+        facts = ("heads", "width", "causal")
+        result = Plan(
+            {
+                "class": type(task.model).__name__,
+                "name": name,
+                "fingerprint": fingerprint(task.model, {}),
+                "sites": {key: {fact: getattr(site, fact) for fact in facts} for key, site in task.sites.items()},
             },
-        }
-
-
-def _answering(heads: Heads) -> Replace:
-    return lambda q, k, v, keep, causal, scale, exact: heads(q, k, v, keep=keep, causal=causal, scale=scale)
-
-
-def _check(tolerance: float, price: str) -> None:
-    if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise InputError(f"a tolerance is a number of at least 0, but is {tolerance}")
-    if price not in ("multiply_adds", "seconds"):
-        raise InputError(f"price is 'multiply_adds' or 'seconds', but is {price!r}")
-
-
-def _within(model: nn.Module, length: int) -> int:
-    config = getattr(model, "config", None)
-    for name in ("max_position_embeddings", "n_positions"):
-        most = getattr(config, name, None)
-        if isinstance(most, int) and 0 < most < length:
-            raise InputError(f"{type(model).__name__} has {most} positions, but the target length is {length}")
-    if length < 4:
-        raise InputError(f"the target length is {length}; there is nothing to save below 4")
-    return length
+            task.length,
+            {key: [SOFTMAX] * site.heads for key, site in task.sites.items()},
+            {
+                (site, head, choice): {key: x[head].clone() for key, x in tensors.items()}
+                for (site, choice), tensors in self.fitted.items()
+                if tensors
+                for head in range(task.sites[site].heads)
+            },
+            measure=task.measure_name,
+            curve=curve,
+            baselines=baselines,
+            skipped=task.skipped,
+            provenance={
+                **provenance,
+                "seed": task.seed,
+                "objective": self.objective,
+                "transfer": transfer_steps,
+                "texts": [len(part) for part in task.batches],
+                "effort": vars(task.effort),
+            },
+        ).at(tolerance)
+        return replace(result, timing=time_plan(result))

@@ -1,13 +1,13 @@
-"""Which operator for which head: least cost for a given drift, by measured drifts.
+"""Which operator for which head: least cost for a given drift.
 
     minimise  1/2 || sum_h t_h(c_h) ||^2 + lambda sum_h cost(c_h)     over choices c_h, for many lambda
 
-t_h(c) is the way the model's answer moves, over the sphere of directions, with choice c at head h alone; drift is half
-its square, for 1 - cos(angle) = angle^2 / 2.  Answers of many replaced heads add as vectors do, to first order: errors
-of alike operators pull in one direction and drift together more than the sum of their drifts.  Where only drifts are
-known (losses of language models), they add.  What this predicts is measured before it counts: layers and kinds are
-weighed at random, heads exchange prices, and only what was measured to be better is kept.  The search begins with
-every single operator for all heads, so what it returns is never worse than any of them on the texts it is chosen by.
+t_h(c) is the direction in which the output moves on the sphere with choice c at head h alone; drift is half its square,
+because 1 - cos(angle) = angle^2 / 2.  To first order the directions of many replaced heads add: errors of similar
+operators point in one direction, so their joint drift exceeds the sum of their drifts.  Where only drifts are known
+(losses of language models), drifts add.  Every predicted plan is measured before it counts: layers and kinds are
+weighed at random, heads swap cost, and only measured improvements are kept.  The search starts from every single
+operator for all heads, so its result is never worse than any of them on the selection texts.
 """
 
 from __future__ import annotations
@@ -22,240 +22,247 @@ from typing import final
 import torch
 from torch import Tensor
 
-from headwise.replacement.choice import Choice
-from headwise.replacement.plan import Point, Sites
+from headwise.replacement.kinds import Choice
+from headwise.replacement.plan import PlanPoint, Sites
 
 Head = tuple[str, int]
 
-Measured = Callable[[Sites], tuple[float, float]]
+MeasurePlan = Callable[[Sites], tuple[float, float]]
 """A whole plan -> mean drift over the selection texts, and its standard error."""
 
 COHERENT = 0.8
-"""How much of the products t_h . t_g counts: taken whole, errors seen to cancel on a few texts would be trusted."""
+"""Factor on the products t_h . t_g, below 1 because errors that cancel on a few texts may not cancel on others."""
 
 USEFUL = 0.5
-"""Predicted drift beyond which no plan is measured: the answer has nothing left of what it was."""
+"""Predicted drift above which no plan is measured: the output would be unrelated to the original."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Option:
-    """One choice for one head: its price, what it alone does to the model, and which way (texts, width)."""
+class HeadCandidate:
+    """One choice for one head: its cost, the drift with this head alone replaced, and its direction (texts, width)."""
 
     choice: Choice
-    price: float
+    cost: float
     drift: float
-    way: Tensor | None = None
+    direction: Tensor | None = None
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Found:
-    """A measured plan, and the weights that led to it."""
+class MeasuredPlan:
+    """A measured plan, and the lambda and weights that led to it."""
 
-    point: Point
+    point: PlanPoint
     slope: float
     weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Table:
-    """All options of all heads in one row, and the drift that any two of them have together."""
+class DriftModel:
+    """The candidates of all heads in one list, their costs, and a quadratic prediction of the drift of a plan.
+
+    A plan is a list with the index of one candidate for each head.
+    """
 
     heads: list[Head]
-    options: list[Option]
-    of: list[list[int]]  # places of each head's options
-    prices: Tensor
-    gram: Tensor  # predicted drift = x^T gram x for x that holds a 1 for each head's option
+    candidates: list[HeadCandidate]
+    indices: list[list[int]]  # of the candidates of each head
+    costs: Tensor
+    gram: Tensor  # predicted drift = x^T gram x, where x is 1 at the chosen candidates and 0 elsewhere
 
     @staticmethod
-    def of_heads(given: Mapping[Head, Sequence[Option]]) -> Table:
-        heads, options, of = list(given), [], []
-        for head in heads:
-            of.append(list(range(len(options), len(options) + len(given[head]))))
-            options += given[head]
-        prices = torch.tensor([option.price for option in options], dtype=torch.float64)
-        drifts = torch.tensor([max(0.0, option.drift) for option in options], dtype=torch.float64)
+    def from_table(table: Mapping[Head, Sequence[HeadCandidate]]) -> DriftModel:
+        candidates, indices = [], []
+        for of_head in table.values():
+            indices.append(list(range(len(candidates), len(candidates) + len(of_head))))
+            candidates += of_head
+        costs = torch.tensor([c.cost for c in candidates], dtype=torch.float64)
+        drifts = torch.tensor([max(0.0, c.drift) for c in candidates], dtype=torch.float64)
         gram = torch.diag(drifts)
-        if all(option.way is not None for option in options):
-            ways = torch.stack([option.way.double().flatten() for option in options])  # type: ignore[union-attr]
-            texts = options[0].way.shape[0]  # type: ignore[union-attr]
-            gram = COHERENT * (ways @ ways.T) / (2 * texts)
+        directions = [c.direction.double().flatten() for c in candidates if c.direction is not None]
+        if len(directions) == len(candidates):
+            stacked, texts = torch.stack(directions), len(candidates[0].direction)  # type: ignore[arg-type]
+            gram = COHERENT * (stacked @ stacked.T) / (2 * texts)
             gram.diagonal().copy_(drifts)
-        return Table(heads, options, of, prices, gram)
+        return DriftModel(list(table), candidates, indices, costs, gram)
 
     def allocate(self, slope: float, weights: Mapping[str, float]) -> list[int]:
-        """An option for every head where a drift of `slope` is worth one unit of cost: one head after the other."""
-        scale = torch.tensor([self._weight(place, weights) for place in range(len(self.options))], dtype=torch.float64)
+        """A plan with small drift + slope * cost, by coordinate descent from the most expensive plan.
+
+        weights   factors on the drift, by site and by kind
+        """
+        scale = torch.tensor(
+            [
+                weights.get(site, 1.0) * weights.get(self.candidates[i].choice.kind, 1.0)
+                for (site, _), indices in zip(self.heads, self.indices, strict=True)
+                for i in indices
+            ],
+            dtype=torch.float64,
+        )
         gram = self.gram * (scale[:, None] * scale).sqrt()
-        chosen = [max(places, key=lambda i: self.options[i].price) for places in self.of]
-        pull = gram[:, chosen].sum(1)
+        plan = [self._most_expensive(indices) for indices in self.indices]
+        total = gram[:, plan].sum(1)
         for _ in range(20):
             changed = False
-            for head, places in enumerate(self.of):
-                old = chosen[head]
-                apart = pull[places] - gram[places, old]
-                losses = gram.diagonal()[places] + 2 * apart + slope * self.prices[places]
-                best = places[int(losses.argmin())]
+            for head, indices in enumerate(self.indices):
+                old = plan[head]
+                others = total[indices] - gram[indices, old]
+                losses = gram.diagonal()[indices] + 2 * others + slope * self.costs[indices]
+                best = indices[int(losses.argmin())]
                 if best != old:
-                    pull += gram[:, best] - gram[:, old]
-                    chosen[head], changed = best, True
+                    total += gram[:, best] - gram[:, old]
+                    plan[head], changed = best, True
             if not changed:
                 break
-        return chosen
+        return plan
 
-    def _weight(self, place: int, weights: Mapping[str, float]) -> float:
-        site = self.heads[self._head(place)][0]
-        return weights.get(site, 1.0) * weights.get(self.options[place].choice.kind, 1.0)
+    def _most_expensive(self, indices: Sequence[int]) -> int:
+        return max(indices, key=lambda i: self.candidates[i].cost)
 
-    def _head(self, place: int) -> int:
-        return next(i for i, places in enumerate(self.of) if place in places)
-
-    def sites(self, chosen: Sequence[int]) -> Sites:
+    def sites(self, plan: Sequence[int]) -> Sites:
         """{site: [choice of head 0, choice of head 1, ...]}"""
-        found: Sites = {}
-        for (site, _), place in zip(self.heads, chosen, strict=True):
-            found.setdefault(site, []).append(self.options[place].choice)
-        return found
+        sites: dict[str, list[Choice]] = {}
+        for (site, _), index in zip(self.heads, plan, strict=True):
+            sites.setdefault(site, []).append(self.candidates[index].choice)
+        return sites
 
-    def places(self, sites: Sites) -> list[int]:
-        """The options that a plan chose; where one is not in the table, the dearest of that head."""
-        found = []
-        for (site, head), places in zip(self.heads, self.of, strict=True):
-            same = [i for i in places if self.options[i].choice == sites[site][head]]
-            found.append(same[0] if same else max(places, key=lambda i: self.options[i].price))
-        return found
+    def plan_of(self, sites: Sites) -> list[int]:
+        """The inverse of `sites`; a choice that is not a candidate becomes the most expensive one of its head."""
+        plan = []
+        for (site, head), indices in zip(self.heads, self.indices, strict=True):
+            same = [i for i in indices if self.candidates[i].choice == sites[site][head]]
+            plan.append(same[0] if same else self._most_expensive(indices))
+        return plan
 
-    def price(self, chosen: Sequence[int]) -> float:
-        return float(self.prices[list(chosen)].sum())
+    def cost(self, plan: Sequence[int]) -> float:
+        return float(self.costs[list(plan)].sum())
+
+    def predicted(self, plan: Sequence[int]) -> float:
+        return float(self.gram[list(plan)][:, list(plan)].sum())
 
     def slopes(self, count: int) -> list[float]:
-        """lambdas whose allocations are spread over the logarithm of cost, where the predicted drift is of any use."""
+        """lambdas whose plans are evenly spread over log cost, where the predicted drift is USEFUL."""
         steps = []
-        for places in self.of:
-            ordered = sorted((self.options[i] for i in places), key=lambda o: o.price)
+        for indices in self.indices:
+            ordered = sorted((self.candidates[i] for i in indices), key=lambda c: c.cost)
             steps += [
-                (a.drift - b.drift) / (b.price - a.price)
+                (a.drift - b.drift) / (b.cost - a.cost)
                 for a, b in pairwise(ordered)
-                if a.drift > b.drift and b.price > a.price
+                if a.drift > b.drift and b.cost > a.cost
             ]
         if not steps:
             return [1.0]
-        # together heads drift more than alone, so lambda may be larger by as much as there are heads
+        # heads together drift more than alone, so lambda may be larger by the number of heads
         low, high = math.log(min(steps)), math.log(max(steps) * len(self.heads))
         tried = []
         for i in range(8 * count):
             slope = math.exp(low + (high - low) * i / (8 * count - 1))
-            chosen = self.allocate(slope, {})
-            if self.predicted(chosen) <= USEFUL:
-                tried.append((math.log(self.price(chosen) + 1e-6), slope))
+            plan = self.allocate(slope, {})
+            if self.predicted(plan) <= USEFUL:
+                tried.append((math.log(self.cost(plan) + 1e-6), slope))
         if not tried:
             return [math.exp(low)]
         ends = min(tried)[0], max(tried)[0]
-        wanted = [ends[1] + (ends[0] - ends[1]) * i / max(1, count - 1) for i in range(count)]
-        return sorted({min(tried, key=lambda pair: abs(pair[0] - cost))[1] for cost in wanted})
+        grid = [ends[1] + (ends[0] - ends[1]) * i / max(1, count - 1) for i in range(count)]
+        return sorted({min(tried, key=lambda pair: abs(pair[0] - cost))[1] for cost in grid})
 
-    def predicted(self, chosen: Sequence[int]) -> float:
-        places = list(chosen)
-        return float(self.gram[places][:, places].sum())
-
-    def exchange(self, sites: Sites, chance: random.Random) -> list[int]:
-        """A few heads take a dearer option and a few a cheaper one, those first that gain most or lose least by it."""
-        now = self.places(sites)
-        gram, pull = self.gram, self.gram[:, now].sum(1)
-        own = gram.diagonal()
-        moves = []  # (drift gained for a unit of price, price, head, option)
-        for head, places in enumerate(self.of):
-            old = now[head]
-            for new in places:
-                price = float(self.prices[new] - self.prices[old])
-                worse = float(own[new] + own[old] + 2 * (pull[new] - pull[old] - gram[new, old]))
-                if price:
-                    moves.append((worse / abs(price) * math.exp(chance.gauss(0, 0.3)), price, head, new))
+    def exchange(self, sites: Sites, rng: random.Random) -> list[int]:
+        """A few heads take a more expensive candidate and a few a cheaper one, where that changes the drift best."""
+        plan = self.plan_of(sites)
+        gram, total = self.gram, self.gram[:, plan].sum(1)
+        alone = gram.diagonal()
+        moves = []  # (change of drift per change of cost, change of cost, head, candidate)
+        for head, indices in enumerate(self.indices):
+            old = plan[head]
+            for new in indices:
+                cost = float(self.costs[new] - self.costs[old])
+                drift = float(alone[new] + alone[old] + 2 * (total[new] - total[old] - gram[new, old]))
+                if cost:
+                    moves.append((drift / abs(cost) * math.exp(rng.gauss(0, 0.3)), cost, head, new))
         moves.sort()
-        count, spent = chance.choice((1, 2, 4, 8)), 0.0
+        count, spent = rng.choice((1, 2, 4, 8)), 0.0
         touched: set[int] = set()
-        for _, price, head, new in moves:
-            if price > 0 and len(touched) < count and head not in touched:
-                now[head], spent = new, spent + price
+        for _, cost, head, new in moves:
+            if cost > 0 and len(touched) < count and head not in touched:
+                plan[head], spent = new, spent + cost
                 touched.add(head)
-        for _, price, head, new in moves:
-            if price < 0 < spent and head not in touched:
-                now[head], spent = new, spent + price
+        for _, cost, head, new in moves:
+            if cost < 0 < spent and head not in touched:
+                plan[head], spent = new, spent + cost
                 touched.add(head)
-        return now
+        return plan
 
 
-def pareto(points: Sequence[Found]) -> list[Found]:
-    """From the dearest to the cheapest, each with less drift than every cheaper one."""
-    kept: list[Found] = []
-    for found in sorted(points, key=lambda f: (f.point.cost, f.point.selection)):
-        if not kept or found.point.selection < kept[-1].point.selection:
-            kept.append(found)
+def pareto(plans: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
+    """In order of decreasing cost, each with less drift than every cheaper one."""
+    kept: list[MeasuredPlan] = []
+    for plan in sorted(plans, key=lambda p: (p.point.cost, p.point.selection)):
+        if not kept or plan.point.selection < kept[-1].point.selection:
+            kept.append(plan)
     return kept[::-1]
 
 
-def undominated(options: Sequence[Option], most: int) -> list[Option]:
-    """Choices that no other undercuts in price and drift alike, at most so many, spread over both."""
-    kept: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.price, o.drift)):
-        if not kept or option.drift < kept[-1].drift:
-            kept.append(option)
+def undominated(candidates: Sequence[HeadCandidate], most: int) -> list[HeadCandidate]:
+    """Candidates to which no other is better in cost and drift, at most `most`, spread over both."""
+    kept: list[HeadCandidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.cost, c.drift)):
+        if not kept or candidate.drift < kept[-1].drift:
+            kept.append(candidate)
     while len(kept) > max(2, most):
-        # the one whose neighbours are nearest says least; the ends stay
+        # drop the one whose neighbours are closest; the ends stay
         gaps = [_gap(a, b) for a, b in zip(kept, kept[2:], strict=False)]
         del kept[1 + gaps.index(min(gaps))]
     return kept
 
 
-def _gap(a: Option, b: Option) -> float:
-    price = math.log((b.price + 1e-6) / (a.price + 1e-6))
-    return price + math.log((a.drift + 1e-6) / (b.drift + 1e-6))
+def _gap(a: HeadCandidate, b: HeadCandidate) -> float:
+    return math.log((b.cost + 1e-6) / (a.cost + 1e-6)) + math.log((a.drift + 1e-6) / (b.drift + 1e-6))
 
 
 def search(
-    given: Mapping[Head, Sequence[Option]],
-    begin: Sequence[Point],
-    measured: Measured,
+    table: Mapping[Head, Sequence[HeadCandidate]],
+    begin: Sequence[PlanPoint],
+    measure: MeasurePlan,
     *,
     evaluations: int,
     slopes: int = 24,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
-) -> list[Point]:
-    """The trade-off curve: `begin` (measured already), allocations over `slopes` lambdas, and measured improvements."""
-    chance, table = random.Random(seed), Table.of_heads(given)
-    archive = pareto([Found(point, 0.0) for point in begin])
-    seen = {_key(found.point.sites) for found in archive}
-    ladder = table.slopes(min(slopes, max(1, evaluations // 2)))
-    named = sorted({site for site, _ in table.heads} | {option.choice.kind for option in table.options})
+) -> list[PlanPoint]:
+    """The trade-off curve: the measured points `begin`, allocations for up to `slopes` lambdas, and improvements."""
+    rng, model = random.Random(seed), DriftModel.from_table(table)
+    archive = pareto([MeasuredPlan(point, 0.0) for point in begin])
+    measured = {_key(plan.point.sites) for plan in archive}
+    ladder = model.slopes(min(slopes, max(1, evaluations // 2)))
+    names = sorted({site for site, _ in model.heads} | {c.choice.kind for c in model.candidates})
     for done in range(max(evaluations, len(ladder))):
-        parent = archive[0]
         if done < len(ladder):
             slope, weights = ladder[done], {}
-            chosen = table.allocate(slope, weights)
+            plan = model.allocate(slope, weights)
         else:
-            parent = _picked(archive, chance)
-            slope = (parent.slope or chance.choice(ladder)) * math.exp(chance.gauss(0, 0.5))
-            weights = {name: parent.weights.get(name, 1.0) * math.exp(chance.gauss(0, 0.4)) for name in named}
-            exchange = chance.random() < 0.5
-            chosen = table.exchange(parent.point.sites, chance) if exchange else table.allocate(slope, weights)
-            slope, weights = (parent.slope, parent.weights) if exchange else (slope, weights)
-        sites = table.sites(chosen)
-        if _key(sites) not in seen:
-            seen.add(_key(sites))
-            mean, error = measured(sites)
-            archive = pareto([*archive, Found(Point(sites, table.price(chosen), mean, error), slope, weights)])
+            parent = _pick(archive, rng)
+            slope = (parent.slope or rng.choice(ladder)) * math.exp(rng.gauss(0, 0.5))
+            weights = {name: parent.weights.get(name, 1.0) * math.exp(rng.gauss(0, 0.4)) for name in names}
+            if rng.random() < 0.5:
+                plan, slope, weights = model.exchange(parent.point.sites, rng), parent.slope, parent.weights
+            else:
+                plan = model.allocate(slope, weights)
+        sites = model.sites(plan)
+        if _key(sites) not in measured:
+            measured.add(_key(sites))
+            mean, error = measure(sites)
+            archive = pareto([*archive, MeasuredPlan(PlanPoint(sites, model.cost(plan), mean, error), slope, weights)])
         if progress is not None:
             progress(done + 1)
-    return [found.point for found in archive]
+    return [plan.point for plan in archive]
 
 
-def _picked(archive: Sequence[Found], chance: random.Random) -> Found:
-    """A point of the curve, evenly over the logarithm of its cost, for that is where gaps are to be filled."""
-    costs = [math.log(found.point.cost + 1e-4) for found in archive]
-    at = chance.uniform(min(costs), max(costs))
+def _pick(archive: Sequence[MeasuredPlan], rng: random.Random) -> MeasuredPlan:
+    """A plan of the archive, uniform over log cost, so that gaps are filled."""
+    costs = [math.log(plan.point.cost + 1e-4) for plan in archive]
+    at = rng.uniform(min(costs), max(costs))
     return min(zip(archive, costs, strict=True), key=lambda pair: abs(pair[1] - at))[0]
 
 

@@ -1,116 +1,74 @@
-"""What a long search has found so far, written as it goes, so that an interrupted run goes on where it stopped."""
+"""Fits and measurements of an unfinished search, written as they are made, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.errors import InputError
-from headwise.replacement.choice import Choice
+from headwise.outputs import append_line, atomic, partial_results, read_lines
+from headwise.replacement.kinds import Choice, Tensors
 
-Fits = dict[Choice, tuple[dict[str, Tensor], Tensor]]
+SiteFits = dict[Choice, tuple[Tensors, Tensor]]
+"""Learned tensors of all heads of a site, stacked, and the error of each head: by choice."""
 
 
-class Memory:
-    """Fits of each site, drifts of single heads, drifts of whole plans; without a directory, for this run alone.
+class DriftEstimate(NamedTuple):
+    """Mean drift over texts, its standard error, and the direction in which the output moved, (texts, width)."""
 
-    key   tells one search from another; a directory that holds another's work is refused, not mixed in
+    mean: float
+    standard_error: float
+    direction: Tensor | None = None
+
+
+class PlanProgress:
+    """Results of a search by key; without a directory nothing is stored.
+
+    `key` identifies the model, texts and settings: a directory with the results of another search is refused.
     """
 
     def __init__(self, directory: Path | None, key: str) -> None:
-        self.directory = directory
-        self.drifts: dict[str, Any] = {}
-        self.wholes: dict[str, Any] = {}
-        if directory is None:
-            return
-        mark = directory / "key"
-        if mark.exists() and mark.read_text(encoding="utf-8") != key:
-            raise InputError(
-                f"{directory} holds the unfinished work of another model, other texts or other settings; "
-                "name another directory, or begin anew"
-            )
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            mark.write_text(key, encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"cannot write to {directory}: {error.strerror or error}; choose another directory"
-            ) from error
-        self.drifts, self.wholes = _lines(directory / "drifts.jsonl"), _lines(directory / "plans.jsonl")
+        self.directory = None if directory is None else partial_results(directory, key)
+        self._drifts = {} if self.directory is None else read_lines(self.directory / "drifts.jsonl")
 
-    def fitted(self, site: str) -> Fits | None:
-        """What was fitted to a site, or under any other name."""
-        if self.directory is None or not (file := self._file(site)).exists():
-            return None
-        rows = torch.load(file, weights_only=True)
-        return {Choice.from_dict(row["choice"]): (row["tensors"], row["errors"]) for row in rows}
-
-    def keep_fitted(self, site: str, fits: Fits) -> None:
+    def fits(self, key: str, compute: Callable[[], SiteFits]) -> SiteFits:
+        """The stored fits, or those of `compute()`, which are stored."""
         if self.directory is None:
-            return
-        rows = [{"choice": c.to_dict(), "tensors": own, "errors": error} for c, (own, error) in fits.items()]
-        beside = self._file(site).with_suffix(f".{os.getpid()}.part")
-        torch.save(rows, beside)
-        beside.replace(self._file(site))
+            return compute()
+        file = self.directory / f"fit-{_digest(key)}.pt"
+        if file.exists():
+            rows = torch.load(file, weights_only=True)
+            return {Choice.from_dict(row["choice"]): (row["tensors"], row["errors"]) for row in rows}
+        fits = compute()
+        with atomic(file) as temporary:
+            rows = [{"choice": c.to_dict(), "tensors": x, "errors": errors} for c, (x, errors) in fits.items()]
+            torch.save(rows, temporary)
+        return fits
 
-    def drift(self, key: str) -> tuple[float, Tensor | None] | None:
-        """What one head's replacement did, and which way."""
-        found = self.drifts.get(key)
-        if found is None:
-            return None
-        drift, way, shape = found
-        return drift, None if way is None else _unpacked(way).view(shape)
-
-    def keep_drift(self, key: str, drift: float, way: Tensor | None) -> None:
-        value = [drift, None if way is None else _packed(way), None if way is None else list(way.shape)]
-        self._append("drifts.jsonl", key, value)
-        self.drifts[key] = value
-
-    def whole(self, key: str) -> tuple[float, float] | None:
-        found = self.wholes.get(_short(key))
-        return None if found is None else (found[0], found[1])
-
-    def keep_whole(self, key: str, value: tuple[float, float]) -> None:
-        self._append("plans.jsonl", _short(key), list(value))
-        self.wholes[_short(key)] = list(value)
-
-    def _append(self, name: str, key: str, value: Any) -> None:
+    def drift(self, key: str, compute: Callable[[], DriftEstimate]) -> DriftEstimate:
+        """The stored estimate, or that of `compute()`, which is stored."""
+        key = _digest(key)
+        if key in self._drifts:
+            mean, standard_error, packed, shape = self._drifts[key]
+            if packed is None:
+                return DriftEstimate(mean, standard_error)
+            values = torch.frombuffer(bytearray(base64.b64decode(packed)), dtype=torch.float32)
+            return DriftEstimate(mean, standard_error, values.view(shape))
+        estimate = compute()
+        row = [estimate.mean, estimate.standard_error, None, None]
+        if estimate.direction is not None:
+            values = estimate.direction.float().contiguous()
+            row[2:] = [base64.b64encode(values.numpy().tobytes()).decode(), list(values.shape)]
+        self._drifts[key] = row
         if self.directory is not None:
-            with (self.directory / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, value]) + "\n")
-
-    def _file(self, site: str) -> Path:
-        assert self.directory is not None
-        return self.directory / f"fit-{_short(site)}.pt"
+            append_line(self.directory / "drifts.jsonl", key, row)
+        return estimate
 
 
-def _packed(x: Tensor) -> str:
-    return base64.b64encode(x.float().contiguous().numpy().tobytes()).decode()
-
-
-def _unpacked(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32)
-
-
-def _short(key: str) -> str:
+def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:24]
-
-
-def _lines(file: Path) -> dict[str, Any]:
-    """Whole lines only: the last may have been cut off."""
-    found: dict[str, Any] = {}
-    if file.exists():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            try:
-                key, value = json.loads(line)
-            except ValueError:
-                continue
-            found[key] = value
-    return found

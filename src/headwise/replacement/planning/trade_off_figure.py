@@ -8,11 +8,12 @@ from typing import Any
 from headwise.errors import InputError
 from headwise.replacement.plan import Plan
 
-SHOWN = ("window", "projected", "double_softmax", "near_far", "nystrom")
+SHOWN = ("window", "projected", "efficient", "near_far", "nystrom")
+LARGEST = 0.6
 
 
 def draw(plan: Plan, file: Path) -> Path:
-    """An SVG; points beyond a drift of one half are left out."""
+    """Write an SVG; points with a drift above LARGEST are left out."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -20,21 +21,16 @@ def draw(plan: Plan, file: Path) -> Path:
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes: Any = figure.subplots()
     for kind in SHOWN:
-        points = [p for p in plan.baselines if p.name.split()[0] == kind and _drift(p) <= 0.6]
+        points = [p for p in plan.baselines if p.name.split()[0] == kind and p.drift <= LARGEST]
         points.sort(key=lambda p: p.cost)
         if points:
             label = f"{kind.replace('_', ' ')} for all heads"
-            axes.plot([p.cost for p in points], [_drift(p) for p in points], "o--", markersize=4, label=label)
-    curve = [p for p in plan.curve if 0 < _drift(p) <= 0.6]
-    axes.plot([p.cost for p in curve], [_drift(p) for p in curve], "k.-", linewidth=2, label="chosen head by head")
-    axes.set(
-        xscale="log", yscale="log", xlabel="attention cost over exact", ylabel=f"drift on test texts ({plan.measure})"
-    )
+            axes.plot([p.cost for p in points], [p.drift for p in points], "o--", markersize=4, label=label)
+    curve = [p for p in plan.curve if 0 < p.drift <= LARGEST]
+    axes.plot([p.cost for p in curve], [p.drift for p in curve], "k.-", linewidth=2, label="chosen head by head")
+    axes.set(xscale="log", yscale="log", xlabel="attention cost, share of softmax attention")
+    axes.set_ylabel(f"drift on test texts ({plan.measure})")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.savefig(file)
     return file
-
-
-def _drift(point: Any) -> float:
-    return point.selection if point.test is None else point.test

@@ -1,0 +1,428 @@
+"""The kinds that come with headwise, in the order in which `plan` tries them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from headwise.errors import UnsupportedError
+from headwise.operators._kernels.row_chunks import ENTRIES
+from headwise.operators.base import AttentionOperator
+from headwise.operators.linear.efficient import efficient
+from headwise.operators.linear.factored import factored
+from headwise.operators.linear.near_far import near_far
+from headwise.operators.linear.nystrom import nystrom
+from headwise.operators.linear.projected import projected
+from headwise.operators.linear.projections import Dense
+from headwise.operators.linear.window_low_rank import window_low_rank
+from headwise.operators.relative.offset import look
+from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.softmax import softmax
+from headwise.operators.sparse.hashed import hashed, random_rotations
+from headwise.operators.sparse.window import window
+from headwise.operators.uniform import uniform
+from headwise.replacement.kinds import (
+    AttentionSample,
+    Choice,
+    HeadInputs,
+    Kind,
+    KindOption,
+    Options,
+    Tensors,
+    register_kind,
+)
+
+LEADING = 1
+"""Candidates attend to the first key: heads with nothing to attend to use it, and break without it."""
+
+RANK, SHARPNESS = KindOption(64, 1), KindOption(1.0, 1e-6)
+
+
+def _up_to_half(length: int, sizes: Iterable[int]) -> list[int]:
+    return [size for size in sizes if 2 * size <= length]
+
+
+# ---- without positions or with one parameter ----
+
+
+register_kind(
+    "softmax",
+    Kind(
+        "softmax over all keys, unchanged",
+        lambda x, options, tensors: softmax(x.q, x.k, scale=x.scale, causal=x.causal, key_mask=x.key_mask),
+        causal=True,
+        cached=True,
+        cross_attention=True,
+    ),
+)
+SOFTMAX = Choice("softmax")
+
+register_kind(
+    "uniform",
+    Kind(
+        "the mean of the values",
+        lambda x, options, tensors: uniform(x.m, x.n, causal=x.causal, key_mask=x.key_mask),
+        causal=True,
+        cached=True,
+        cross_attention=True,
+        reads_scores=False,
+    ),
+)
+
+register_kind(
+    "offset",
+    Kind(
+        "the key `offset` positions later, or the outermost one at the ends",
+        lambda x, options, tensors: look(x.m, x.n, int(options["offset"]), like=x.q, keep=x.key_mask),
+        {"offset": KindOption(0)},
+        candidates=lambda length, quick: [{"offset": offset} for offset in (-1, 0, 1)],
+        causal=lambda options: options["offset"] <= 0,
+        cached=True,
+        reads_scores=False,
+    ),
+)
+
+
+# ---- functions of the offset j - i ----
+
+
+def _offsets(x: HeadInputs) -> Tensor:
+    """j - i for the diagonals of P from the bottom left, the last query at the last key: (m + n - 1,)"""
+    return torch.arange(-(x.n - 1), x.m, device=x.q.device)
+
+
+def _by_offset(x: HeadInputs, logits: Tensor) -> AttentionOperator:
+    logits = logits.to(x.q.dtype).unsqueeze(0)  # (1, h, m + n - 1)
+    return toeplitz_softmax(logits, x.m, x.n, causal=x.causal, key_mask=x.key_mask)
+
+
+def _toeplitz(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    reach = int(options["reach"])
+    return _by_offset(x, tensors["profile"].index_select(-1, _offsets(x).clamp(-reach, reach) + reach))
+
+
+def _gaussian_window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    distance = _offsets(x).to(tensors["centre"].dtype) - tensors["centre"].unsqueeze(-1)
+    return _by_offset(x, -distance.square() * (-2 * tensors["log_width"]).exp().unsqueeze(-1) / 2)
+
+
+def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:
+    """Mean of P_(i, i+o) over i for o = -reach..reach, (h, 2 reach + 1); the two ends average all larger offsets."""
+    heads = samples[0].inputs.q.shape[1]
+    total, count = torch.zeros(heads, 2 * reach + 1), torch.zeros(2 * reach + 1)
+    for x in (sample.inputs for sample in samples):
+        keys = x.k if x.k.shape[1] == heads else x.k.repeat_interleave(heads // x.k.shape[1], dim=1)
+        block = max(1, ENTRIES // (heads * x.n))
+        for b in range(x.q.shape[0]):
+            for start in range(0, x.n, block):
+                stop = min(x.n, start + block)
+                scores = x.scale * (x.q[b, :, start:stop] @ keys[b].mT)
+                offset = torch.arange(x.n) - torch.arange(start, stop)[:, None]
+                hidden = offset > 0 if x.causal else torch.zeros_like(offset, dtype=torch.bool)
+                hidden = hidden if x.key_mask is None else hidden | ~x.key_mask[b if len(x.key_mask) > 1 else 0]
+                place = (offset.clamp(-reach, reach) + reach).flatten()
+                p = torch.softmax(scores.masked_fill(hidden, -1e30), dim=-1).masked_fill(hidden, 0)
+                total.index_add_(1, place, p.flatten(1))
+                count.index_add_(0, place, (~hidden).float().flatten())
+    return total / count.clamp(min=1)
+
+
+def _start_toeplitz(options: Options, samples: Sequence[AttentionSample], generator: torch.Generator) -> Tensors:
+    """The logarithm of the mean weight at each offset."""
+    return {"profile": mean_profile(samples, int(options["reach"])).clamp(min=1e-9).log().float()}
+
+
+def _start_gaussian_window(options: Options, samples: Sequence[AttentionSample], generator: torch.Generator) -> Tensors:
+    """Mean and spread of the offsets that a head attends to; both are bounded for heads without a clear offset."""
+    reach = min(64, samples[0].inputs.n - 1)
+    weights = mean_profile(samples, reach)[:, 1:-1]
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    offsets = torch.arange(-reach + 1, reach, dtype=weights.dtype)
+    centre = (weights * offsets).sum(-1)
+    variance = (weights * (offsets - centre.unsqueeze(-1)).square()).sum(-1).clamp(min=0.05)
+    return {"centre": centre.float(), "log_width": variance.log().float() / 2}
+
+
+register_kind(
+    "toeplitz",
+    Kind(
+        "softmax of a learned profile over offsets -reach..reach, constant beyond",
+        _toeplitz,
+        {"reach": KindOption(128, 0)},
+        lambda options, length, width: {"profile": torch.zeros(2 * int(options["reach"]) + 1)},
+        _start_toeplitz,
+        {"profile": 0.05},
+        candidates=lambda length, quick: [{"reach": min(64, length - 1)}],
+        causal=True,
+        cached=True,
+        reads_scores=False,
+    ),
+)
+
+register_kind(
+    "gaussian_window",
+    Kind(
+        "softmax of -(offset - centre)^2 / (2 width^2), centre and width learned",
+        _gaussian_window,
+        initial=lambda options, length, width: {"centre": torch.zeros(()), "log_width": torch.zeros(())},
+        start=_start_gaussian_window,
+        causal=True,
+        cached=True,
+        reads_scores=False,
+    ),
+)
+
+
+# ---- neighbours, with and without a summary of the other keys ----
+
+
+def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    width, leading = int(options["width"]), min(int(options["leading"]), x.n)
+    if x.padding_before is None or not leading or x.key_mask is None:
+        return window(x.q, x.k, width, tokens=leading, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
+    # new queries against a cache that begins with padding: the leading keys differ from sequence to sequence
+    i, j = torch.arange(x.n - x.m, x.n, device=x.q.device)[:, None], torch.arange(x.n, device=x.q.device)
+    attended = (j <= i) & ((j > i - width) | (j < (x.padding_before + leading).unsqueeze(-1)))  # (b, m, n)
+    return softmax(x.q, x.k, scale=x.scale, key_mask=x.key_mask, pair_mask=attended.unsqueeze(1))
+
+
+def _near_far(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    a, b, c = (tensors[name].to(x.q.dtype) for name in ("a", "b", "c"))
+    block, leading = int(options["block"]), min(int(options["leading"]), x.n - 1)
+    return near_far(x.q, x.k, a, b, c, block=block, first=leading, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
+
+
+def _initial_near_far(options: Options, length: int, width: int) -> Tensors:
+    rank = int(options["rank"])
+    # far keys weigh as if their scores were zero
+    return {"a": torch.zeros(rank, width), "b": torch.zeros(rank, width), "c": torch.zeros(rank) - math.log(rank)}
+
+
+def _start_near_far(options: Options, samples: Sequence[AttentionSample], generator: torch.Generator) -> Tensors:
+    """Features u drawn from recorded queries: with b = u and a = u / 2, u weighs most for queries near u,
+
+    exp(s (q . u - |u|^2 / 2)) exp(s u . k) / e
+    """
+    rank, scale = int(options["rank"]), samples[0].inputs.scale
+    rows = []
+    for x in (sample.inputs for sample in samples):
+        q = x.q.transpose(0, 1)
+        rows.append(q.flatten(1, 2) if x.key_mask is None else q[:, x.key_mask[:, 0].expand(x.q.shape[0], -1)])
+    queries = torch.cat(rows, dim=1)  # (h, rows, k)
+    if rank == 1:
+        u = queries.mean(1, keepdim=True)
+        return {"a": u / 2, "b": u, "c": torch.full(u.shape[:2], -1.0)}
+    u = queries[:, torch.randint(queries.shape[1], (rank,), generator=generator)]
+    return {"a": u / 2, "b": u, "c": -scale * u.square().sum(-1) / 2 - 1}
+
+
+def _near_far_candidates(length: int, quick: bool) -> list[Options]:
+    blocks_of_rank = (
+        {3: (16, 4, 8, 32)} if quick else {1: (16, 4, 8, 32), 3: (16, 4, 8, 32), 7: (16, 8, 32, 64), 15: (16,)}
+    )
+    return [
+        {"block": block, "rank": rank, "leading": LEADING}
+        for rank, blocks in blocks_of_rank.items()
+        for block in blocks
+        if 4 * max(block, rank) <= length
+    ]
+
+
+register_kind(
+    "window",
+    Kind(
+        "softmax over `width` neighbours and the `leading` first keys",
+        _window,
+        {"width": KindOption(65, 1), "leading": KindOption(0, 0)},
+        candidates=lambda length, quick: [
+            {"width": width, "leading": LEADING}
+            for width in _up_to_half(length, (17, 65, 129) if quick else (9, 17, 33, 65, 129))
+        ],
+        causal=True,
+        cached=True,
+        from_first_key=True,
+    ),
+)
+
+register_kind(
+    "near_far",
+    Kind(
+        "softmax over neighbouring blocks and the `leading` first keys, `rank` learned features for all other keys",
+        _near_far,
+        {"block": KindOption(16, 1), "rank": KindOption(4, 1), "leading": KindOption(0, 0)},
+        _initial_near_far,
+        _start_near_far,
+        {"a": 0.1, "b": 0.1, "c": 0.1},
+        warm_start="block",
+        candidates=_near_far_candidates,
+        causal=True,
+        from_first_key=True,
+    ),
+)
+
+
+# ---- all keys at linear cost ----
+
+
+def _efficient(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    return efficient(x.q, x.k, scale=options["sharpness"] * x.scale, causal=x.causal, key_mask=x.key_mask)
+
+
+@torch.compiler.assume_constant_result
+def _rotations(width: int, buckets: float, rounds: int) -> Tensor:
+    return random_rotations(width, buckets, rounds, generator=torch.Generator().manual_seed(0))
+
+
+def _hashed(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    rounds, chunk, heads = int(options["rounds"]), int(options["chunk"]), x.q.shape[-3]
+    rotations = _rotations(x.q.shape[-1], x.n / chunk, rounds).to(x.q)
+    k = x.k if x.k.shape[-3] == heads else x.k.repeat_interleave(heads // x.k.shape[-3], -3)
+    return hashed(x.q, k, rotations, rounds=rounds, chunk=chunk, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
+
+
+def _nystrom(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    return nystrom(x.q, x.k, min(int(options["landmarks"]), x.m, x.n), scale=x.scale, key_mask=x.key_mask)
+
+
+def _ranks(length: int, quick: bool) -> list[int]:
+    return _up_to_half(length, (16, 64) if quick else (8, 16, 32, 64))
+
+
+register_kind(
+    "efficient",
+    Kind(
+        "softmax over the features of q times softmax over the keys of k",
+        _efficient,
+        {"sharpness": SHARPNESS},
+        candidates=lambda length, quick: [{"sharpness": s} for s in ((2.0,) if quick else (1.0, 2.0, 4.0))],
+        causal=True,
+        cached=True,
+        cross_attention=True,
+    ),
+)
+
+register_kind(
+    "hashed",
+    Kind(
+        "softmax over keys near the query in the order of a locality-sensitive hash",
+        _hashed,
+        {"rounds": KindOption(4, 1), "chunk": KindOption(64, 1)},
+        candidates=lambda length, quick: [
+            {"rounds": 2, "chunk": chunk} for chunk in _up_to_half(length, () if quick else (16, 32))
+        ],
+        causal=True,
+    ),
+)
+
+register_kind(
+    "nystrom",
+    Kind(
+        "Nyström approximation through the means of `landmarks` segments",
+        _nystrom,
+        {"landmarks": RANK},
+        candidates=lambda length, quick: [{"landmarks": rank} for rank in _ranks(length, quick)],
+        cross_attention=True,
+        from_first_key=True,
+    ),
+)
+
+
+# ---- learned projections of the keys: e and f have a column per position ----
+
+
+def _projections(kind: str, x: HeadInputs, tensors: Tensors) -> tuple[Dense, Dense]:
+    """The columns of e and f for n keys."""
+    longest = tensors["e"].shape[-1]
+    if x.n > longest:
+        raise UnsupportedError(
+            f"{kind}: its projection was fitted for at most {longest} keys, but there are {x.n}; "
+            "shorten the input, or plan again with a greater length"
+        )
+    e, f = (Dense(tensors[name][..., : x.n].to(x.q.dtype)) for name in ("e", "f"))
+    return e, f
+
+
+def _projected(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    return projected(x.q, x.k, *_projections("projected", x, tensors), scale=x.scale, key_mask=x.key_mask)
+
+
+def _factored(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    e, f = _projections("factored", x, tensors)
+    return factored(x.q, x.k, e, f, scale=options["sharpness"] * x.scale, key_mask=x.key_mask)
+
+
+def _window_low_rank(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    e, f = _projections("window_low_rank", x, tensors)
+    width, leading = int(options["width"]), min(int(options["leading"]), x.n)
+    bias = tensors["bias"].to(x.q.dtype)
+    return window_low_rank(x.q, x.k, width, e, f, bias, tokens=leading, scale=x.scale, key_mask=x.key_mask)
+
+
+def _initial_projections(options: Options, length: int, width: int) -> Tensors:
+    """Means of `rank` segments of nearly equal length: e and f (rank, length)"""
+    rank = min(int(options["rank"]), length)
+    segment = (torch.arange(length) * rank).div(length, rounding_mode="floor")
+    e = torch.nn.functional.one_hot(segment, rank).T.float()
+    e = e / e.sum(-1, keepdim=True).clamp(min=1)
+    return {"e": e, "f": e.clone()}
+
+
+def _initial_window_low_rank(options: Options, length: int, width: int) -> Tensors:
+    tensors = _initial_projections(options, length, width)
+    # the mean of length / rank keys weighs as much as these keys
+    return {**tensors, "bias": tensors["e"].gt(0).sum(-1).float().log()}
+
+
+PROJECTION_STEPS = {"e": 0.001, "f": 0.001}
+
+register_kind(
+    "projected",
+    Kind(
+        "softmax over `rank` learned mixtures of the keys",
+        _projected,
+        {"rank": RANK},
+        _initial_projections,
+        step_sizes=PROJECTION_STEPS,
+        candidates=lambda length, quick: [{"rank": rank} for rank in _ranks(length, quick)],
+        cross_attention=True,
+        from_first_key=True,
+        per_position=True,
+    ),
+)
+
+register_kind(
+    "factored",
+    Kind(
+        "`efficient` over `rank` learned mixtures of the keys",
+        _factored,
+        {"rank": RANK, "sharpness": SHARPNESS},
+        _initial_projections,
+        step_sizes=PROJECTION_STEPS,
+        candidates=lambda length, quick: [{"rank": rank, "sharpness": 4.0} for rank in _up_to_half(length, (64,))],
+        cross_attention=True,
+        from_first_key=True,
+        per_position=True,
+    ),
+)
+
+register_kind(
+    "window_low_rank",
+    Kind(
+        "softmax over `width` neighbours, the `leading` first keys and `rank` learned mixtures of all keys",
+        _window_low_rank,
+        {"width": KindOption(33, 1), "rank": KindOption(16, 1), "leading": KindOption(0, 0)},
+        _initial_window_low_rank,
+        step_sizes={**PROJECTION_STEPS, "bias": 0.1},
+        warm_start="width",
+        candidates=lambda length, quick: [
+            {"width": width, "rank": rank, "leading": LEADING}
+            for width, rank in (((17, 8),) if quick else ((17, 8), (33, 16)))
+            if 2 * max(width, rank) <= length
+        ],
+        from_first_key=True,
+        per_position=True,
+    ),
+)
