@@ -217,17 +217,16 @@ def _captured(model: str | None, length: int | None) -> list[tuple[Any, Any, Any
     import torch
 
     from headwise.models.inputs import text_input
-    from headwise.models.intercept import Call, intercept
+    from headwise.models.intercept import AttentionCall, intercept
     from headwise.models.load import load_model
 
     loaded = load_model(model)
     found = []
 
-    def see(call: Call) -> None:
-        q, k = call.scores.q, call.scores.k
-        if call.kind == "self" and call.scores.bias is None:
+    def see(call: AttentionCall) -> None:
+        if call.kind == "self" and call.mask.attn_bias is None:
             # operators divide by sqrt(k), whatever the model does
-            found.append((q * (call.scores.scale * math.sqrt(q.shape[-1])), k.clone(), call.v.clone()))
+            found.append((call.q * (call.scale * math.sqrt(call.q.shape[-1])), call.k.clone(), call.v.clone()))
 
     batch = text_input(loaded, None, length=length, texts=1).batches[0]
     with torch.no_grad(), intercept(loaded.model, see):
