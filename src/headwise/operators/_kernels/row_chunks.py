@@ -62,11 +62,11 @@ Part = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def causal_apply(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
     """sum over j <= i + n - m of f(a_i, b_j) v_j: (*batch, n, d) -> (*batch, m, d)"""
-    ahead, silent = _overhang(a, b)
-    out = triangle(a[..., silent:, :], b[..., ahead:, :], v[..., ahead:, :])
+    ahead, empty = _overhang(a, b)
+    out = triangle(a[..., empty:, :], b[..., ahead:, :], v[..., ahead:, :])
     if ahead:
         out = out + rectangle(a, b[..., :ahead, :], v[..., :ahead, :])
-    return filled(out, (0, 0, silent, 0))
+    return filled(out, (0, 0, empty, 0))
 
 
 def causal_adjoint(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, u: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ def causal_adjoint(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, u: Ten
 
     The transpose of a triangle is the triangle of both sequences reversed.
     """
-    ahead, silent = _overhang(a, b)
-    backwards = (b[..., ahead:, :].flip(-2), a[..., silent:, :].flip(-2), u[..., silent:, :].flip(-2))
+    ahead, empty = _overhang(a, b)
+    backwards = (b[..., ahead:, :].flip(-2), a[..., empty:, :].flip(-2), u[..., empty:, :].flip(-2))
     out = triangle(*backwards).flip(-2)
     return torch.cat([rectangle(b[..., :ahead, :], a, u), out], dim=-2) if ahead else out
 

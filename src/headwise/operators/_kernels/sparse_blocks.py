@@ -46,8 +46,7 @@ class Piece:
     def hidden(self, device: torch.device) -> Tensor | None:
         """Boolean (size, size), True where a row may not attend; None if nothing is hidden."""
         if self.causal:
-            seen = torch.ones(self.rows.size, self.columns.size, dtype=torch.bool, device=device)
-            return seen.triu_(1)
+            return torch.ones(self.rows.size, self.columns.size, dtype=torch.bool, device=device).triu_(1)
         return None if self.mask is None else ~self.mask
 
     def runs(self, most: int) -> list[Piece]:
@@ -120,15 +119,15 @@ class Union:
     def empty_rows(self) -> Tensor:
         """Boolean (*batch, m), True where a query attends to no key."""
         *batch, m, n = self.shape
-        keep = torch.ones(n, device=self.q.device) if self.key_mask is None else self.key_mask.float()
-        seen = keep.new_zeros(*keep.shape[:-1], m)
+        visible = torch.ones(n, device=self.q.device) if self.key_mask is None else self.key_mask.float()
+        total = visible.new_zeros(*visible.shape[:-1], m)
         for piece in self.pieces:
-            hidden = piece.hidden(keep.device)
-            real = keep[..., piece.columns.index(keep.device)]
-            weights = real.new_ones(piece.rows.size, piece.columns.size) if hidden is None else (~hidden).float()
-            counts = real @ weights.mT
-            seen = seen.index_add(-1, piece.rows.index(keep.device).flatten(), counts.flatten(-2))
-        return (seen == 0).expand(*batch, m)
+            hidden = piece.hidden(visible.device)
+            keys = visible[..., piece.columns.index(visible.device)]
+            weights = keys.new_ones(piece.rows.size, piece.columns.size) if hidden is None else (~hidden).float()
+            counts = keys @ weights.mT
+            total = total.index_add(-1, piece.rows.index(visible.device).flatten(), counts.flatten(-2))
+        return (total == 0).expand(*batch, m)
 
     def _prepared(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
         """q, k and x with one batch axis, in at least single precision, masked keys at score limits.HIDDEN."""
@@ -192,8 +191,8 @@ class Merge:
         pieces, groups = self._in_turn(q)
         for some in groups:
             self._forward(pieces, *(x[some] for x in (q, k, v, out, lse)))
-        silent = lse < limits.HIDDEN / 2
-        return out.masked_fill_(silent.unsqueeze(-1), 0) if silent.any() else out, lse
+        empty = lse < limits.HIDDEN / 2
+        return out.masked_fill_(empty.unsqueeze(-1), 0) if empty.any() else out, lse
 
     def _forward(self, pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor, total: Tensor, lse: Tensor) -> None:
         """P v into `total`, which is zero, and its log-sum-exp into `lse`, which is limits.HIDDEN."""
@@ -223,8 +222,8 @@ class Merge:
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, out, lse = tensors
         totals = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        silent = lse < limits.HIDDEN / 2
-        pull = pull.masked_fill(silent.unsqueeze(-1), 0) if silent.any() else pull
+        empty = lse < limits.HIDDEN / 2
+        pull = pull.masked_fill(empty.unsqueeze(-1), 0) if empty.any() else pull
         pieces, groups = self._in_turn(q)
         for some in groups:
             self._pull(pieces, *(x[some] for x in (pull, q, k, v, out, lse, *totals)))

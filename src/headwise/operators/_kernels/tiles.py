@@ -37,7 +37,7 @@ class Tiles:
 
     @property
     def size(self) -> int:
-        """Positions in one block as the kernel sees it."""
+        """Positions in one block as the kernel reads it."""
         return self.count * self.length if self.shared else self.length
 
     def run(self, first: int, most: int) -> Tiles:

@@ -60,9 +60,9 @@ class NearFar(AttentionOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        keep = self.qk.key_mask
+        key_mask = self.qk.key_mask
         # without a key mask a query attends to itself; with one, to the first key if that is leading and not masked
-        nonempty = keep is None or (self.leading > 0 and bool(keep[..., 0].all()))
+        nonempty = key_mask is None or (self.leading > 0 and bool(key_mask[..., 0].all()))
         promised = {Claim.NONNEGATIVE} | ({Claim.STOCHASTIC} if nonempty else set())
         return frozenset(promised | {Claim.CAUSAL} if self.causal else promised)
 
@@ -176,9 +176,8 @@ class NearFar(AttentionOperator):
     def _far(self) -> Far:
         dtype = torch.promote_types(self.qk.k.dtype, torch.float32)
         scores = self._blocked(self.qk.scale * (self.qk.k.to(dtype) @ self.b.to(dtype).mT))
-        keep = self.qk.key_mask
-        there = torch.ones(self.qk.n, 1, dtype=torch.bool, device=scores.device)
-        hidden = ~self._blocked(there if keep is None else keep.unsqueeze(-1))
+        all_keys = torch.ones(self.qk.n, 1, dtype=torch.bool, device=scores.device)
+        hidden = ~self._blocked(all_keys if self.qk.key_mask is None else self.qk.key_mask.unsqueeze(-1))
         scores = scores.masked_fill(hidden, limits.HIDDEN)
         # every block has its own shift, so that small sums beside large ones are not lost
         tops = scores.detach().amax(-2, keepdim=True)
@@ -217,8 +216,8 @@ def _range(tops: Tensor, top: Tensor) -> torch.dtype:
     """The dtype of sums over blocks: double where single would lose whole blocks or values cannot be read."""
     if not _plain():
         return torch.float64
-    there = tops > limits.HIDDEN / 2
-    spread = torch.where(there, top - tops, 0).amax()
+    nonempty = tops > limits.HIDDEN / 2
+    spread = torch.where(nonempty, top - tops, 0).amax()
     return tops.dtype if spread.item() < limits.FLOAT32_RANGE else torch.float64
 
 

@@ -59,9 +59,7 @@ class Hashed(QueryKeyOperator):
         x = self._zero_empty_rows(x.reshape(*batch, *x.shape[-2:])).reshape(x.shape)
         out = Rounds(self.chunk, self.qk.scale).plain_adjoint(x, q, k, own, *others)
         out = out.reshape(*batch, *out.shape[-2:])
-        if self.qk.key_mask is not None:
-            out = out.masked_fill(~self.qk.key_mask.unsqueeze(-1), 0)
-        return out.to(u.dtype)
+        return self.qk.mask.hide(out).to(u.dtype)
 
     def cost(self, d: int) -> Cost:
         """Blocks in full, hidden entries included.  The sort is as deep as log n comparisons."""
@@ -82,15 +80,15 @@ class Hashed(QueryKeyOperator):
     def _flat(self, x: Tensor, *, hide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], torch.Size]:
         """Everything with one batch axis, in at least single precision; keys of unit length where they are shared."""
         compute = torch.promote_types(x.dtype, torch.float32)
-        q, k, x, keep = self.qk.q.to(compute), self.qk.k.to(compute), x.to(compute), self.qk.key_mask
+        q, k, x = self.qk.q.to(compute), self.qk.k.to(compute), x.to(compute)
         if self.shared:
             k = F.normalize(k, dim=-1) * math.sqrt(k.shape[-1])
             own = q.new_full(q.shape[:-1], limits.SELF_SCORE)
         else:
             own = self.qk.scale * (q * k).sum(-1)
-        if keep is not None:
-            own = own.masked_fill(~keep, limits.HIDDEN)
-            x = x.masked_fill(~keep.unsqueeze(-1), 0) if hide else x
+        if self.qk.key_mask is not None:
+            own = own.masked_fill(~self.qk.key_mask, limits.HIDDEN)
+            x = self.qk.mask.hide(x) if hide else x
         batch = torch.broadcast_shapes(self.qk.batch, x.shape[:-2])
         q, k, x = (y.expand(*batch, *y.shape[-2:]).reshape(-1, *y.shape[-2:]) for y in (q, k, x))
         own = own.expand(*batch, own.shape[-1]).reshape(-1, own.shape[-1])
@@ -187,13 +185,13 @@ def _masks(
 ) -> Tensor:
     """Which pairs count in which round (*batch, rounds, t, chunk, 2 chunk), a few members of the batch at a time."""
     n, lead = qk.n, len(qk.batch)
-    keep = None if qk.key_mask is None else F.pad(qk.key_mask, (0, 1)).expand(*qk.batch, n + 1).reshape(-1, n + 1)
+    key_mask = None if qk.key_mask is None else F.pad(qk.key_mask, (0, 1)).expand(*qk.batch, n + 1).reshape(-1, n + 1)
     flat = [x.reshape(-1, *x.shape[lead:]) for x in (order_q, order_k, chunk_q, chunk_k)]
     size = max(1, limits.HASH_ENTRIES // (n * 2 * chunk))
     found = []
     for start in range(0, flat[0].shape[0], size):
         there, here, at_q, at_k = (x[start : start + size] for x in flat)
-        real = None if keep is None else keep[start : start + size]
+        real = None if key_mask is None else key_mask[start : start + size]
         found.append(_group_masks(n, there, here, at_q, at_k, real, chunk, causal))
     return torch.cat(found).reshape(*qk.batch, *found[0].shape[1:])
 
@@ -204,7 +202,7 @@ def _group_masks(
     order_k: Tensor,
     chunk_q: Tensor,
     chunk_k: Tensor,
-    keep: Tensor | None,
+    key_mask: Tensor | None,
     chunk: int,
     causal: bool,
 ) -> Tensor:
@@ -218,7 +216,7 @@ def _group_masks(
     found = []
     for i in range(rounds):
         there, here = order_q[:, i], order_k[:, i]
-        real = here < n if keep is None else keep.gather(-1, here.flatten(1)).reshape(here.shape)
+        real = here < n if key_mask is None else key_mask.gather(-1, here.flatten(1)).reshape(here.shape)
         rows, columns = there.int().unsqueeze(-1), here.int().unsqueeze(-2)
         mask = columns < rows if causal else columns != rows
         mask = mask & real.unsqueeze(-2)

@@ -29,12 +29,12 @@ def visible(
     """
 
     def entry(i: int, j: int) -> Tensor:
-        seen = torch.tensor(not causal or j <= i + n - m)
+        allowed = torch.tensor(not causal or j <= i + n - m)
         if key_mask is not None:
-            seen = seen & key_mask[..., j]
+            allowed = allowed & key_mask[..., j]
         if pair_mask is not None:
-            seen = seen & pair_mask[..., min(i, pair_mask.shape[-2] - 1), min(j, pair_mask.shape[-1] - 1)]
-        return seen
+            allowed = allowed & pair_mask[..., min(i, pair_mask.shape[-2] - 1), min(j, pair_mask.shape[-1] - 1)]
+        return allowed
 
     return matrix(m, n, entry).bool()
 
@@ -45,17 +45,17 @@ def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return matrix(q.shape[-2], k.shape[-2], lambda i, j: scale * (q[..., i, :] * k[..., j, :]).sum(-1))
 
 
-def normalised(logits: Tensor, seen: Tensor) -> Tensor:
+def normalised(logits: Tensor, allowed: Tensor) -> Tensor:
     """P_ij = exp(S_ij) / sum of exp(S_ij') over the visible j', zero where invisible; a row without keys is zero.
 
     Each row is shifted by its largest visible score, which leaves P as it is and keeps exp from overflowing.
     """
-    logits, seen = torch.broadcast_tensors(logits, seen)
-    top = logits.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
-    top = top.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    logits, allowed = torch.broadcast_tensors(logits, allowed)
+    top = logits.detach().masked_fill(~allowed, -math.inf).amax(-1, keepdim=True)
+    top = top.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
     # invisible scores are replaced before exp: 0 * inf would make the gradient NaN
-    weights = torch.where(seen, (logits - top).masked_fill(~seen, 0.0).exp(), torch.zeros_like(logits))
-    return weights / weights.sum(-1, keepdim=True).masked_fill(~seen.any(-1, keepdim=True), 1.0)
+    weights = torch.where(allowed, (logits - top).masked_fill(~allowed, 0.0).exp(), torch.zeros_like(logits))
+    return weights / weights.sum(-1, keepdim=True).masked_fill(~allowed.any(-1, keepdim=True), 1.0)
 
 
 def grouped(k: Tensor, heads: int) -> Tensor:
@@ -85,10 +85,10 @@ def softmax(
     return normalised(logits, visible(m, n, causal=causal, key_mask=key_mask, pair_mask=pair_mask))
 
 
-def log_sum_exp(logits: Tensor, seen: Tensor | None = None) -> Tensor:
+def log_sum_exp(logits: Tensor, allowed: Tensor | None = None) -> Tensor:
     """log sum_j exp(S_ij) over visible keys, row by row: (*batch, m, n) -> (*batch, m); -inf for a row without keys."""
-    if seen is not None:
-        logits = logits.masked_fill(~seen, -math.inf)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -math.inf)
     top = logits.amax(-1).clamp(min=-1e300)
     return top + sum((logits[..., j] - top).exp() for j in range(logits.shape[-1])).log()  # type: ignore[union-attr]
 
@@ -128,8 +128,8 @@ def concatenation(
 
 def uniform(m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
     """P_ij = 1 / number of keys that query i attends to; a row without keys is zero."""
-    seen = visible(m, n, causal=causal, key_mask=key_mask)
-    return normalised(torch.zeros(seen.shape, dtype=torch.float64), seen)
+    allowed = visible(m, n, causal=causal, key_mask=key_mask)
+    return normalised(torch.zeros(allowed.shape, dtype=torch.float64), allowed)
 
 
 def kronecker(a: Tensor, b: Tensor) -> Tensor:
@@ -180,5 +180,5 @@ def _mapped(x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _averaged(values: Tensor, **masks: object) -> Tensor:
     """values_ij / C_i where visible, zero elsewhere."""
-    seen = visible(*values.shape[-2:], **masks)  # type: ignore[arg-type]
-    return torch.where(seen, values, torch.zeros_like(values)) / seen.sum(-1, keepdim=True).clamp(min=1)
+    allowed = visible(*values.shape[-2:], **masks)  # type: ignore[arg-type]
+    return torch.where(allowed, values, torch.zeros_like(values)) / allowed.sum(-1, keepdim=True).clamp(min=1)
