@@ -19,6 +19,7 @@ from headwise.cost import Cost
 from headwise.errors import InputError, ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
+from headwise.operators.masks import supports
 from headwise.shapes import same_axis
 
 Border = Literal["circular", "zeros", "replicate", "reflect"]
@@ -139,6 +140,7 @@ class Shift(AttentionOperator):
         return at.masked_fill((at < 0) | (at >= g), -1)
 
 
+@supports(instead="offset, which takes a key_mask, or softmax")
 def shift(
     grid: Sequence[int],
     offset: Sequence[int],
