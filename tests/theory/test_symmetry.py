@@ -165,7 +165,7 @@ def test_window_attention_is_border_only_and_a_cyclic_relative_bias_is_equivaria
     window = check_equivariance(layer, translations(2), x, call=lambda m, x: m(x, pair_mask=apart <= 2))
     assert (window.verdict, window.border_width) == (BORDER_ONLY, 2), window
     relative = torch.randn(n)[(torch.arange(n)[:, None] - torch.arange(n)) % n]
-    biased: Any = lambda m, x: m(x, bias=relative.to(x.dtype))  # noqa: E731
+    biased: Any = lambda m, x: m(x, attn_bias=relative.to(x.dtype))  # noqa: E731
     assert check_equivariance(layer, translations(2), x, call=biased).holds
     assert check_equivariance(layer, permutations(), x, call=biased).verdict is BROKEN
     assert check_equivariance(layer, translations(2), x, call=lambda m, x: m(x, causal=True)).verdict is BROKEN

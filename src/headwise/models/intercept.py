@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.operators._kernels.scores import Scores
+from headwise.operators.masks import Mask
 
 
 class InterceptionError(HeadwiseError):
@@ -180,7 +181,7 @@ def _call(
         causal = not bool(keep.triu(n - m + 1).any())
         if causal and bool((keep == keep.new_ones(m, n).tril(n - m)).all()):
             ahead, keep = n - m, None  # the mask says nothing more than that
-    scores = Scores(q, k, float(scale), ahead, keep, bias)
+    scores = Scores(q, k, float(scale), Mask(m, n, ahead is not None, None, keep, bias, ahead))
     return Call(name, module, _kind(name, args, kwargs, query, key), scores, v, groups, causal)
 
 

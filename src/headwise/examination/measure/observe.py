@@ -20,6 +20,7 @@ from headwise.examination.measure.streaming import CHUNK, Memory, Streamed, stre
 from headwise.models.intercept import Call, intercept, nothing_seen
 from headwise.models.run import blocks_of, hidden_states, run_model
 from headwise.operators._kernels.scores import Scores
+from headwise.operators.masks import Mask
 
 T = TypeVar("T")
 
@@ -135,7 +136,8 @@ def sequence(call: Call, b: int) -> tuple[Scores, Tensor]:
             q, k, v = q[:, rows], k[:, real], v[:, real]
             keep, bias = _cut(keep, rows, real), _cut(bias, rows, real)
             keep = None if keep is None or bool(keep.all()) else keep
-    return Scores(q, k, s.scale, s.ahead, keep, bias), v
+    mask = Mask(q.shape[-2], k.shape[-2], s.ahead is not None, None, keep, bias, s.ahead)
+    return Scores(q, k, s.scale, mask), v
 
 
 def _of(x: Tensor | None, b: int) -> Tensor | None:
