@@ -19,8 +19,8 @@ def describe(model: nn.Module, batch: dict) -> dict[str, dict]:
     found: dict[str, dict] = {}
 
     def see(call) -> None:
-        shape = call.scores.q.shape
-        found[call.name] = {"heads": shape[-3], "width": shape[-1], "causal": call.causal}
+        shape = call.q.shape
+        found[call.site] = {"heads": shape[-3], "width": shape[-1], "causal": call.causal}
 
     with torch.no_grad(), intercept(model, see):
         model(**batch)

@@ -205,7 +205,9 @@ def sign_of_the_shift() -> Finding:
     "Tested as a module, with bias.",
 )
 def whole_theorem() -> Finding:
-    geometry = ConvolutionGeometry(2, (3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)))
+    geometry = ConvolutionGeometry(
+        in_channels=2, kernel_size=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1))
+    )
     return Finding(convolution_is_attention(geometry, draw(4, 2, 3, 3), draw(4, seed=1), draw(1, 2, 6, 7, seed=2)))
 
 
