@@ -185,9 +185,10 @@ def test_long_texts_agree_with_the_exact_spectrum(monkeypatch: pytest.MonkeyPatc
     """Beyond the exact size the leading values come from block Krylov; both ways must agree where both apply."""
     from headwise.examination.measure import spectra as module
     from headwise.operators._kernels.scores import Scores
+    from headwise.operators.masks import Mask
 
     q, k, v = (torch.randn(2, 600, 16) * 2 for _ in range(3))
-    scores = Scores(q, k, 0.25)
+    scores = Scores(q, k, 0.25, Mask(q.shape[-2], k.shape[-2]))
     output = torch.softmax(scores.dense(), -1) @ v
     exact = module.spectra(scores, output)
     monkeypatch.setattr(module, "EXACT", 100)

@@ -148,7 +148,7 @@ def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
         if not bool(keys.all()):
             queries = keys if call.kind == "self" and mask.m == mask.n else torch.ones(mask.m, dtype=torch.bool)
             q, k, v, mask = q[:, queries], k[:, keys], v[:, keys], mask.select(queries, keys)
-    return Scores(q, k, call.scale, mask.ahead, mask.visible, mask.attn_bias), v
+    return Scores(q, k, call.scale, mask), v
 
 
 def _project(unprojected: list[_SiteMeasurement], weight: Tensor) -> None:

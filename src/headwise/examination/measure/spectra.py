@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,20 +75,15 @@ def _head(scores: Scores, head: int) -> Scores:
     def pick(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[head] if x.dim() == 3 and x.shape[0] > 1 else x.reshape(x.shape[-2:])
 
-    return Scores(scores.q[head], scores.k[head], scores.scale, scores.ahead, pick(scores.keep), pick(scores.bias))
+    mask = replace(
+        scores.mask, key_mask=None, pair_mask=pick(scores.mask.visible), attn_bias=pick(scores.mask.attn_bias)
+    )
+    return Scores(scores.q[head], scores.k[head], scores.scale, mask)
 
 
 def _all_values(scores: Scores, output: Tensor) -> tuple[Tensor, Tensor]:
     """All singular values, and the share of ||P V||^2 that each left vector carries, from the smaller Gram matrix."""
-    double = Scores(
-        scores.q.double(),
-        scores.k.double(),
-        scores.scale,
-        scores.ahead,
-        scores.keep,
-        None if scores.bias is None else scores.bias.double(),
-    )
-    p, output = Softmax(double).dense(), output.double()
+    p, output = Softmax(scores.to(torch.float64)).dense(), output.double()
     if p.shape[0] <= p.shape[1]:
         squares, left = torch.linalg.eigh(p @ p.mT)
         carried = (left.mT @ output).square().sum(-1)
@@ -103,7 +98,7 @@ def _all_values(scores: Scores, output: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _leading_values(scores: Scores, output: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    operator = Softmax(Scores(scores.q.float(), scores.k.float(), scores.scale, scores.ahead, scores.keep, scores.bias))
+    operator = Softmax(scores.to(torch.float32))
     triplets = singular_vectors(
         operator.apply, operator.adjoint, operator.shape, LARGEST_RANK, like=operator.like, generator=generator
     )

@@ -134,7 +134,7 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
     """The sums of one text: q (h, m, k), k (h, n, k), v (h, n, d)."""
     workspace = workspace or Workspace()
     q, k, v = scores.q.float(), scores.k.float().contiguous(), v.float().contiguous()
-    scores = Scores(q, k, scores.scale, scores.ahead, scores.keep, scores.bias)
+    scores = Scores(q, k, scores.scale, scores.mask)
     h, m, n = scores.shape
     sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long().tolist()
     peak, z, dot, norm = (torch.empty(h, m) for _ in range(4))
