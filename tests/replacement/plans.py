@@ -38,7 +38,7 @@ def plan_for(model: nn.Module, batch: dict, choices: Sequence[Choice], *, length
 SMALL = [
     Choice("softmax"),
     Choice("uniform"),
-    Choice("offset", {"offset": -2}),
+    Choice("offset", {"by": -2}),
     Choice("toeplitz", {"reach": 3}),
     Choice("gaussian_window"),
     Choice("window", {"width": 4, "leading": 2}),
@@ -78,7 +78,7 @@ def written_out(
         for b in range(q.shape[0]):
             real = [j for j in range(n) if key_mask is None or key_mask[b, j]]
             for i in range(m):
-                p[b, i, min(max(i + n - m + int(given["offset"]), real[0]), real[-1])] = 1.0
+                p[b, i, min(max(i + n - m + int(given["by"]), real[0]), real[-1])] = 1.0
         return p
     if choice.kind in ("toeplitz", "gaussian_window"):
 

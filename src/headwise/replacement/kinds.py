@@ -22,7 +22,9 @@ from headwise.errors import InputError, UnsupportedError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.masks import Mask
 
-Options = Mapping[str, int | float]
+Options = Mapping[str, Any]
+"""Numbers by name: whole ones are int."""
+
 Tensors = dict[str, Tensor]
 
 

@@ -88,7 +88,7 @@ def test_groups_of_heads_are_the_heads_one_by_one(groups: int) -> None:
             torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("choice", [*SIMPLE.values(), Choice("offset", {"offset": -1}), Choice("hashed", {"chunk": 3})])
+@pytest.mark.parametrize("choice", [*SIMPLE.values(), Choice("offset", {"by": -1}), Choice("hashed", {"chunk": 3})])
 @pytest.mark.parametrize("causal", [False, True])
 def test_grouped_queries(choice: Choice, causal: bool) -> None:
     heads = fitted([choice] * 4)
@@ -196,7 +196,7 @@ def test_looking_at_one_place_keeps_the_contract(offset: int, padded: bool) -> N
         lambda x: look(7, 7, offset, like=x, keep=key_mask),
         {"x": (1,)},
         lambda x: written_out(
-            Choice("offset", {"offset": offset}),
+            Choice("offset", {"by": offset}),
             torch.zeros(2 if padded else 1, 7, 1),
             torch.zeros(2 if padded else 1, 7, 1),
             key_mask=key_mask,

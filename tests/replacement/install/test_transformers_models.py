@@ -269,12 +269,20 @@ BAD: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         "the plan was made for a GPT2Model, but the model is a LlamaModel",
     ),
     "module": (
-        lambda plan: replace(plan, sites={"layers.7.self_attn": [SOFTMAX] * 4}),
+        lambda plan: replace(
+            plan,
+            sites={"layers.7.self_attn": [SOFTMAX] * 4},
+            model={"sites": {"layers.7.self_attn": {"heads": 4, "width": 8}}},
+        ),
         "made for another model: LlamaModel has no module 'layers.7.self_attn'",
+    ),
+    "site": (
+        lambda plan: replace(plan, sites={"layers.7.self_attn": [SOFTMAX] * 4}),
+        "the model has no site 'layers.7.self_attn'; it has layers.0.self_attn, layers.1.self_attn",
     ),
     "heads": (
         lambda plan: replace(plan, sites={"layers.0.self_attn": [SOFTMAX] * 3}),
-        "layers.0.self_attn: has 4 heads, but the plan has 3 choices",
+        "layers.0.self_attn has 4 heads, but the plan has 3 choices",
     ),
     "length": (
         lambda plan: replace(plan, length=4096),
@@ -285,8 +293,8 @@ BAD: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         "layers.1.self_attn: head 1 is causal, but nystrom landmarks=64 attends to later keys",
     ),
     "ahead": (
-        lambda plan: replace(plan, sites={"layers.1.self_attn": [Choice("offset", {"offset": 1})] * 4}),
-        "layers.1.self_attn: head 0 is causal, but offset offset=1 attends to later keys",
+        lambda plan: replace(plan, sites={"layers.1.self_attn": [Choice("offset", {"by": 1})] * 4}),
+        "layers.1.self_attn: head 0 is causal, but offset by=1 attends to later keys",
     ),
     "empty": (lambda plan: replace(plan, sites={}), "the plan lists no attention sites"),
     "no attention": (
