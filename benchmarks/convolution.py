@@ -1,5 +1,6 @@
-"""Attention by position against convolution: nine heads, 64 channels, maps of 32, 64 and 128 cells a side.
+"""Attention by relative position against convolution: nine heads, 64 channels, maps of 32, 64 and 128 cells a side.
 
+    python benchmarks/convolution.py exact  [--sides 32 64 128] [--rounds 60]   exact / conv2d, forward and backward
     python benchmarks/convolution.py time   [--sides 32 64 128] [--rounds 30] [--threads 1]
     python benchmarks/convolution.py memory [--sides 64 128 256]
     python benchmarks/convolution.py alpha       error and centre gradients of soft heads against alpha
@@ -24,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.convolution import convert, exact, soft, soft_grid
-from headwise.nn.tap_layers import QuadraticAttention
+from headwise.convolution import convert, exact, soft, soft_separable
+from headwise.nn.relative_attention import QuadraticAttention
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
 from headwise.theory.convolution import centres_stop_learning, encoding_costs
@@ -38,7 +39,7 @@ def methods(side: int, seed: int = 0) -> dict[str, Callable[[], Tensor]]:
     torch.manual_seed(seed)
     conv = nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1).eval()
     x = torch.randn(1, CHANNELS, side, side)
-    shifts, shared, free = (convert(conv, mode)[0].eval() for mode in (exact, soft_grid(ALPHA), soft(ALPHA)))
+    shifts, separable, free = (convert(conv, mode)[0].eval() for mode in (exact, soft_separable(ALPHA), soft(ALPHA)))
     kernel, bias = conv.weight.detach().flatten(1), conv.bias.detach()  # pyright: ignore
 
     def unfolded() -> Tensor:
@@ -50,7 +51,7 @@ def methods(side: int, seed: int = 0) -> dict[str, Callable[[], Tensor]]:
         "conv2d": lambda: conv(x),
         "exact": lambda: shifts(x),
         "unfold": unfolded,
-        "soft, shared factors": lambda: shared(x),
+        "soft, separable": lambda: separable(x),
         "soft, nine free heads": lambda: free(x),
         "dense softmax, fused": lambda: dense(free, x, lambda p, v: p(v)),
         "dense softmax, P formed": lambda: dense(free, x, lambda p, v: p.dense() @ v),
@@ -58,24 +59,48 @@ def methods(side: int, seed: int = 0) -> dict[str, Callable[[], Tensor]]:
 
 
 def dense(layer: QuadraticAttention, x: Tensor, attend: Callable[[AttentionOperator, Tensor], Tensor]) -> Tensor:
-    """The same nine heads as ordinary attention: -alpha |k - q - c|^2 as a dot product of width 3."""
+    """The same nine heads as dense softmax attention: -alpha |k - q - c|^2 as a dot product of width 3."""
     wide = F.pad(x, (1, 1, 1, 1))
     sides, m = wide.shape[2:], x.shape[2] * x.shape[3]
-    rows = torch.cartesian_prod(*(torch.arange(float(s)) for s in sides))
-    stand = torch.cartesian_prod(*(torch.arange(float(s)) for s in x.shape[2:]))
-    at = stand + layer.centres.unsqueeze(1)  # (h, m, 2)
+    keys = torch.cartesian_prod(*(torch.arange(float(s)) for s in sides))
+    queries = torch.cartesian_prod(*(torch.arange(float(s)) for s in x.shape[2:]))
+    at = queries + layer.centres.unsqueeze(1)  # (h, m, 2)
     q = torch.cat([2 * ALPHA * at, torch.full((*at.shape[:2], 1), -ALPHA)], dim=-1)
-    k = torch.cat([rows, rows.square().sum(-1, keepdim=True)], dim=-1)
+    k = torch.cat([keys, keys.square().sum(-1, keepdim=True)], dim=-1)
     values = wide.flatten(2).mT.contiguous()  # transposed values would make the fused kernel form P after all
     p = softmax(q, k.expand(len(q), *k.shape), scale=1.0)
-    seen = attend(p, values.expand(len(q), -1, -1))  # (h, m, d)
-    y = torch.einsum("hmi,hoi->om", seen, layer.weight).reshape(1, -1, *x.shape[2:])
+    attended = attend(p, values.expand(len(q), -1, -1))  # (h, m, d)
+    y = torch.einsum("hmi,oih->om", attended, layer.weight.flatten(2)).reshape(1, -1, *x.shape[2:])
     assert y.shape[2] * y.shape[3] == m
     return y + layer.bias.reshape(-1, 1, 1)  # pyright: ignore
 
 
-def seconds(call: Callable[[], Tensor]) -> float:
-    """Of the processor on one thread, which other programs do not disturb; of the clock on several."""
+def exact_ratios(sides: list[int], rounds: int) -> None:
+    """Time of `exact` / time of conv2d: forward without gradients, and forward plus backward."""
+    for side in sides:
+        torch.manual_seed(0)
+        conv = nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1)
+        layer = convert(conv)[0]
+        x = torch.randn(1, CHANNELS, side, side, requires_grad=True)
+
+        def forward(module: nn.Module, x: Tensor = x) -> Tensor:
+            with torch.no_grad():
+                return module(x)
+
+        def backward(module: nn.Module, x: Tensor = x) -> None:
+            torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+
+        for name, run in {"forward": forward, "backward": backward}.items():
+            ratios = []
+            for i in range(rounds + 3):
+                order = (conv, layer) if i % 2 else (layer, conv)  # the second one finds a warmer cache
+                taken = {module: seconds(lambda run=run, module=module: run(module)) for module in order}
+                ratios.append(taken[layer] / taken[conv])
+            print(f"{side} x {side}   exact / conv2d, {name:<10}{spread(ratios[3:])}")
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Processor time on one thread, which other programs do not disturb; wall-clock time on several."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     call()
@@ -101,7 +126,7 @@ def times(sides: list[int], rounds: int) -> None:
         for name in list(quick)[1:]:
             print(f"    {name:<24}{spread([a / b for a, b in zip(taken[name], taken['conv2d'], strict=True)])}")
         for name in [name for name in calls if name.startswith("dense") and not (side > 64 and "formed" in name)]:
-            against = {"exact": [], "soft, shared factors": []}
+            against = {"exact": [], "soft, separable": []}
             for _ in range(DENSE_ROUNDS):
                 slow = seconds(calls[name])
                 for quick_name, ratios in against.items():
@@ -116,9 +141,9 @@ def spread(ratios: list[float]) -> str:
 
 
 def memory(sides: list[int]) -> None:
-    """Peak memory above that of the input, in a fresh process for every cell of the table."""
-    print("bytes a cell above the idle process (conv2d's own output: 256)")
-    for name in ("conv2d", "exact", "unfold", "soft, shared factors", "soft, nine free heads"):
+    """Peak memory beyond the idle process, in a new process for every cell of the table."""
+    print("bytes per map cell beyond the idle process (the output of conv2d alone: 256)")
+    for name in ("conv2d", "exact", "unfold", "soft, separable", "soft, nine free heads"):
         row = []
         for side in sides:
             command = [sys.executable, __file__, "peak", "--name", name, "--sides", str(side)]
@@ -126,7 +151,7 @@ def memory(sides: list[int]) -> None:
             row.append(f"{side}²: {int(out) / side**2:8.0f}")
         print(f"    {name:<24}{'   '.join(row)}")
     for side in sides:
-        print(f"    dense P of nine heads, {side}²: {9 * 4 * side**2:,} bytes a cell (not run)")
+        print(f"    dense P of nine heads, {side}²: {9 * 4 * side**2:,} bytes per map cell (not run)")
 
 
 @torch.no_grad()
@@ -143,8 +168,8 @@ def alphas() -> None:
     torch.manual_seed(0)
     conv, x = nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1), torch.randn(2, CHANNELS, 16, 16)
     for alpha in (2.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 24.0):
-        single = convert(conv, soft_grid(alpha), probe=x)[1]
-        double = convert(conv.double(), soft_grid(alpha), probe=x.double())[1]
+        single = convert(conv, soft_separable(alpha), probe=x)[1]
+        double = convert(conv.double(), soft_separable(alpha), probe=x.double())[1]
         conv.float()
         gradient = centres_stop_learning(alpha, 9)
         rms = conv(x).square().mean().sqrt().item()
@@ -164,15 +189,17 @@ def encodings() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["time", "memory", "alpha", "encodings", "peak"])
+    parser.add_argument("what", choices=["exact", "time", "memory", "alpha", "encodings", "peak"])
     parser.add_argument("--sides", type=int, nargs="+")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--name", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.what == "time":
-        times(options.sides or [32, 64, 128], options.rounds)
+        times(options.sides or [32, 64, 128], options.rounds or 30)
+    elif options.what == "exact":
+        exact_ratios(options.sides or [32, 64, 128], options.rounds or 60)
     elif options.what == "memory":
         memory(options.sides or [64, 128, 256])
     elif options.what == "peak":

@@ -26,14 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.grow_baselines import gradmax, plain_svd, random_both, random_queries
 from benchmarks.grow_kinds import compare, kinds
 from benchmarks.grow_rows import Rows, interval
 from headwise.growth import Grower
-from headwise.growth.baselines import gradmax, random_both, random_queries, source_recipe
-from headwise.growth.grower import SOLUTIONS
-from headwise.growth.refit import refit
-from headwise.growth.solve import closed_form, fisher_form
-from headwise.growth.tasks import Block, Reader, Task, average, lookup
+from headwise.growth.demo import Reader, ReaderBlock, Task, average, lookup
 from headwise.nn import MultiHead, head_slices
 
 BATCH, RATE, CALIBRATION = 32, 3e-3, 32
@@ -65,16 +62,17 @@ def held_out(model: Reader, task: Task, seed: int) -> Callable[[], Tensor]:
     return lambda: model.loss(*batch)
 
 
+ALL = ("gram", "fisher", "refit")
 WAYS: dict[str, Any] = {
     "no growth": None,
     "random": (random_both,),
     "random queries, zero keys": (random_queries,),
     "GradMax-like": (gradmax,),
-    "source's recipe": (source_recipe,),
-    "refit": (refit,),
-    "closed form": (closed_form,),
-    "closed form, Fisher": (fisher_form,),
-    "ours (line search chooses)": SOLUTIONS,
+    "plain SVD truncation (Burgund)": (plain_svd,),
+    "refit": ("refit",),
+    "closed form": ("gram",),
+    "closed form, Fisher": ("fisher",),
+    "line search chooses (default)": ALL,
 }
 
 
@@ -138,7 +136,7 @@ def compare_policies(
     task: Task, rate: float, seeds: Sequence[int], steps: int, later: Sequence[int], file: Path | None
 ) -> None:
     """The same growth, four ways to go on with AdamW."""
-    for way, solutions in {"ours": SOLUTIONS, "random queries, zero keys": (random_queries,)}.items():
+    for way, solutions in {"default": ALL, "random queries, zero keys": (random_queries,)}.items():
         rows = Rows(file, f"optimizer, rate {rate:g}: {way}")
         for seed in seeds:
             if rows.has(seed):
@@ -197,7 +195,7 @@ def compare_compressed(task: Task, seeds: Sequence[int], steps: int) -> None:
             grower = observed(model, state, task, seed, memory=memory)
             errors += [x.compression_error() for x in grower.statistics.values() if memory == 0]
             heads = [(layer, head) for layer in grower.layers for head in range(2)]
-            grower.grow(2, heads, loss=held_out(model, task, seed), solutions=(refit,))
+            grower.grow(2, heads, loss=held_out(model, task, seed), solutions=("refit",))
             losses[name].append(validation(model, task))
     print(f"  exact {interval(losses['exact'])}   compressed {interval(losses['compressed'])}")
     print(f"  ||N~(Z) - N(Z)|| / ||N(Z)|| of the compressed form: {interval(errors)}")
@@ -219,7 +217,7 @@ def compare_heads(task: Task, seeds: Sequence[int], steps: int, file: Path | Non
         for head in order:
             copied, other = copy.deepcopy((model, optimizer))
             grower = observed(copied, other, task, seed)
-            grower.grow(2, [head], loss=held_out(copied, task, seed), solutions=(closed_form,))
+            grower.grow(2, [head], loss=held_out(copied, task, seed), solutions=("gram",))
             gains[head] = before - validation(copied, task)
         rows.add("highest score", seed, [gains[order[0]]])
         rows.add("random head", seed, [statistics.fmean(gains.values())])
@@ -238,7 +236,7 @@ class Stack(nn.Module):
         super().__init__()
         self.embed, self.read = nn.Embedding(256, width), nn.Linear(width, 256)
         self.place = nn.Parameter(torch.randn(256, width) / 10)
-        self.blocks = nn.Sequential(*(Block(width, heads, width // heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(ReaderBlock(width, heads, width // heads) for _ in range(layers)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.read(self.blocks(self.embed(tokens) + self.place[: tokens.shape[1]]))
@@ -287,7 +285,7 @@ def cost(sequences: int, n: int, batch: int = 8) -> None:
     size = sum(s.bytes for s in grower.statistics.values()) / 2**20
     kept = copy.deepcopy(grower.statistics)
     b = time.perf_counter()
-    event = grower.grow(8, top, loss=lambda: model.loss(held), solutions=(closed_form,))
+    event = grower.grow(8, top, loss=lambda: model.loss(held), solutions=("gram",))
     c = time.perf_counter()
     event.undo()
     grower.statistics, grower._reduced = kept, True
@@ -314,10 +312,10 @@ def _memory() -> float:
 
 def print_kinds() -> None:
     print("relative residual of the scores, rank 3 (the truth's) plus noise of 1 %")
-    print(f"  {'':34s} recipe   metric   refit    no rank limit")
+    print(f"  {'':34s} plain    metric   refit    no rank limit")
     for name, data in kinds().items():
         row = compare(*data, 3)
-        print(f"  {name:34s} {row['recipe']:.4f}   {row['metric']:.4f}   {row['refit']:.4f}   {row['free']:.4f}")
+        print(f"  {name:34s} {row['plain']:.4f}   {row['metric']:.4f}   {row['refit']:.4f}   {row['free']:.4f}")
 
 
 PARTS = ("kinds", "train", "optimizer", "heads", "compressed", "cost")

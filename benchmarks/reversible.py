@@ -1,11 +1,10 @@
-"""What a stack of layers keeps for its backward pass: plain against reversible, over depth.
+"""Activation memory and time of a training step against depth, with and without `reversible`.
 
     python -m benchmarks.reversible [--quick]
 
-Width 128, 4 heads, window 128, 4096 tokens (--quick: 1024).  Megabytes are the peak of a process of its own beyond what
-it held before its first step, less the weights' gradients, which grow with depth in any case.  glibc is
-told to give large blocks back at once: the holes it leaves otherwise are no activations.  Seconds are of a step, the
-least of three.
+Width 128, 4 heads, window 128, 4096 tokens (--quick: 1024).  Memory is the peak of a separate process minus what it held
+before its first step and minus the gradients of the weights, which grow with depth in any case.  glibc is set to return
+large blocks at once, so that fragmentation is not counted.  Time is the minimum of three steps.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _peak() -> float:
     return peak / (1 << 20) if sys.platform == "darwin" else peak / (1 << 10)
 
 
-def _apart(depth: int, n: int, reversible: bool) -> dict[str, float]:
+def _measure_in_subprocess(depth: int, n: int, reversible: bool) -> dict[str, float]:
     job = json.dumps([depth, n, reversible])
     command = [sys.executable, "-m", "benchmarks.reversible", "--job", job]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
@@ -68,19 +67,19 @@ def main() -> None:
     table = Table(title=f"Encoder, width {WIDTH}, window 128, n = {n}", title_justify="left")
     for heading in ("depth", "plain MB", "reversible MB", "plain s", "reversible s", "time ratio"):
         table.add_column(heading, justify="right")
-    kept: dict[bool, list[float]] = {False: [], True: []}
+    megabytes: dict[bool, list[float]] = {False: [], True: []}
     for depth in DEPTHS[:4] if options.quick else DEPTHS:
-        plain, other = (_apart(depth, n, reversible) for reversible in (False, True))
-        kept[False].append(plain["mb"])
-        kept[True].append(other["mb"])
+        plain, other = (_measure_in_subprocess(depth, n, reversible) for reversible in (False, True))
+        megabytes[False].append(plain["mb"])
+        megabytes[True].append(other["mb"])
         ratio = other["seconds"] / plain["seconds"]
         cells = (plain["mb"], other["mb"], plain["seconds"], other["seconds"], ratio)
         table.add_row(str(depth), *(f"{x:.1f}" if i < 2 else f"{x:.2f}" for i, x in enumerate(cells)))
     console = Console()
     console.print(table)
-    layers = DEPTHS[len(kept[True]) - 1] - DEPTHS[0]
-    slopes = {name: (found[-1] - found[0]) / layers for name, found in kept.items()}
-    console.print(f"megabytes a further layer: plain {slopes[False]:.2f}, reversible {slopes[True]:.2f}")
+    layers = DEPTHS[len(megabytes[True]) - 1] - DEPTHS[0]
+    slopes = {name: (values[-1] - values[0]) / layers for name, values in megabytes.items()}
+    console.print(f"megabytes per additional layer: plain {slopes[False]:.2f}, reversible {slopes[True]:.2f}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import copy
 import torch
 
 from headwise.growth import Grower
-from headwise.growth.tasks import Reader, Task, average, lookup
+from headwise.growth.demo import Reader, Task, average, lookup
 
 
 def train(

@@ -1,4 +1,4 @@
-"""One small encoder, every operator: handwritten digits as sequences of pixels, and tones from raw frames of sound.
+"""One small encoder with every operator: handwritten digits as sequences of pixels, and tones from raw audio frames.
 
     python examples/sequences.py digits [--quick] [--operators efficient window …]
     python examples/sequences.py tones  [--quick]
@@ -7,7 +7,7 @@ digits: scikit-learn's 8 x 8 images, read pixel by pixel (64 tokens), ten classe
 tones:  synthetic waves of four shapes (sine, square, sawtooth, noise) at a random pitch, phase and loudness, 4096
         samples each in frames of 32 (128 tokens); the class is the shape, and no spectrogram is computed.
 
-The recurrent baseline runs behind the same interface.  Minutes on two cores; --quick is a run of seconds.
+Also runs a recurrent baseline.  Takes minutes on two cores; --quick takes seconds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from headwise.nn import Encoder, LearnedConvolution, LearnedProjection, PatchEmbedding, Recurrent, frames
+from headwise.nn import Encoder, LearnedConvolution, LearnedProjection, PatchEmbedding, Recurrent, frame_embedding
 from headwise.operators import efficient, factored, fixed, hashed, nystrom, projected, softmax, strided, window
 
 WIDTH, HEADS, DEPTH = 32, 4, 2
 
 
 def encoders(n: int) -> dict[str, Callable[[], Encoder]]:
-    """An encoder for each operator, all of the same size but for learned projections."""
+    """An encoder per operator, of equal size except for learned projections."""
     builds = {
         "softmax": lambda: softmax,
         "window": lambda: partial(window, width=17),
@@ -49,7 +49,7 @@ def encoders(n: int) -> dict[str, Callable[[], Encoder]]:
 
 
 class Classifier(nn.Module):
-    """The mean of the encoder's tokens, read out."""
+    """A linear classifier of the mean of the encoder's tokens."""
 
     def __init__(self, embed: nn.Module, encoder: Encoder, classes: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def tones(count: int = 1600, samples: int = 4096) -> tuple[Tensor, Tensor]:
-    """Four wave forms at 80 to 800 cycles in `samples`, with noise 20 dB below."""
+    """Four wave forms at 80 to 800 cycles in `samples`, plus noise at -20 dB."""
     g = torch.Generator().manual_seed(0)
     shape = torch.randint(4, (count,), generator=g)
     cycles = 80 * 10 ** torch.rand(count, 1, generator=g)
@@ -88,7 +88,7 @@ def tones(count: int = 1600, samples: int = 4096) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, held_out: int, epochs: int) -> float:
-    """The share of held-out examples that are right."""
+    """Train, and return the accuracy on the last `held_out` examples."""
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     train_x, train_y, test_x, test_y = x[:-held_out], y[:-held_out], x[-held_out:], y[-held_out:]
@@ -109,7 +109,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, held_out: int, epochs: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("digits", "tones"))
-    parser.add_argument("--operators", nargs="+", metavar="NAME", help="some of them (default: all)")
+    parser.add_argument("--operators", nargs="+", metavar="NAME", help="operators to run (default: all)")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="few examples, one epoch")
     options = parser.parse_args()
@@ -117,7 +117,7 @@ def main() -> None:
     if options.quick:
         x, y, options.epochs = x[:128], y[:128], 1
     embed: Callable[[], nn.Module] = (
-        (lambda: PatchEmbedding(1, (1, 1), WIDTH)) if options.task == "digits" else (lambda: frames(32, WIDTH))
+        (lambda: PatchEmbedding(1, (1, 1), WIDTH)) if options.task == "digits" else (lambda: frame_embedding(32, WIDTH))
     )
     tokens = embed()(x[:1]).shape[-2]
     made = encoders(tokens)
@@ -129,7 +129,7 @@ def main() -> None:
         accuracy = train(model, x, y, held_out=len(x) // 5, epochs=options.epochs)
         size = sum(p.numel() for p in model.parameters())
         print(
-            f"  {name:<20} {accuracy:6.1%} right  {size:6d} parameters  {time.perf_counter() - start:5.1f} s",
+            f"  {name:<20} {accuracy:6.1%} correct  {size:6d} parameters  {time.perf_counter() - start:5.1f} s",
             flush=True,
         )
 

@@ -41,6 +41,7 @@ _NAMES = {
     "headwise.convolution": ["convert"],
     "headwise.examination": ["Examination", "examine"],
     "headwise.growth": ["Grower"],
+    "headwise.ledger": ["Ledger", "verify"],
     "headwise.models": ["Receipt"],
     "headwise.nn": ["GridAttention", "LearnedQuery", "MultiHead"],
     "headwise.replacement": ["Plan", "plan", "rewrite"],
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
     from headwise.examination import Examination as Examination
     from headwise.examination import examine as examine
     from headwise.growth import Grower as Grower
+    from headwise.ledger import Ledger as Ledger
+    from headwise.ledger import verify as verify
     from headwise.models import Receipt as Receipt
     from headwise.nn import GridAttention as GridAttention
     from headwise.nn import LearnedQuery as LearnedQuery

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from headwise.convolution import convert, to_convolution
-from headwise.convolution.kernel_heads import taps_of
-from headwise.models.probe import layer_probe
+from headwise.convolution.convert import default_probe, geometry_of
 from headwise.testing import references_positional as references
 
 KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -55,33 +54,38 @@ def test_every_convolution_is_attention(axes: int) -> None:
         warnings.filterwarnings("ignore", "Using padding='same' with even kernel lengths")
         for conv in configurations(axes):
             layer, receipt = convert(conv)
-            assert receipt.largest_change <= 1e-12, f"{conv} and {layer} differ by {receipt.largest_change:.1e}"
+            probe = default_probe(geometry_of(conv), conv.weight)
+            with torch.no_grad():
+                change = (cast(Any, layer).sum_over_heads(probe) - conv(probe)).abs().max().item()
+            assert max(change, receipt.largest_change) <= 1e-12, f"{conv} and {layer} differ by {change:.1e}"
             assert receipt.cost_after.multiply_adds == receipt.cost_before.multiply_adds
             assert torch.equal(cast(Any, to_convolution(layer)).weight, conv.weight), f"{conv} does not come back"
-            worst, count = max(worst, receipt.largest_change), count + 1
+            worst, count = max(worst, change), count + 1
     print(f"{axes} axes: {count} configurations, worst difference {worst:.1e}")
 
 
-def test_there_are_enough_of_them() -> None:
+def test_at_least_2500_configurations() -> None:
     assert sum(1 for axes in KINDS for _ in configurations(axes)) >= 2500
 
 
 @pytest.mark.parametrize("axes", KINDS)
-def test_the_convolution_compared_with_is_the_one_of_the_books(axes: int) -> None:
-    # torch's own convolution is the judge above; every 97th is judged here by loops over taps and cells
+def test_against_loops_over_kernel_cells(axes: int) -> None:
+    # the test above compares with torch's convolution; this one with loops over kernel cells, for every 97th
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using padding='same' with even kernel lengths")
         for conv in list(configurations(axes))[::97]:
-            taps = taps_of(conv)
-            x = layer_probe(taps, conv.weight)[:1]
+            geometry = geometry_of(conv)
+            x = default_probe(geometry, conv.weight)[:1]
             expected = references.convolution(
                 x,
                 conv.weight,
                 conv.bias,
-                stride=taps.stride,
-                dilation=taps.dilation,
-                padding=taps.padding,
-                border=taps.border,
-                groups=taps.groups,
+                stride=geometry.stride,
+                dilation=geometry.dilation,
+                padding=geometry.padding,
+                border=geometry.border,
+                groups=geometry.groups,
             )
-            torch.testing.assert_close(convert(conv)[0](x), expected, rtol=0, atol=1e-12)
+            layer = cast(Any, convert(conv)[0])
+            torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(layer.sum_over_heads(x), expected, rtol=0, atol=1e-12)

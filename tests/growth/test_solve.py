@@ -1,4 +1,4 @@
-"""The closed form, the refit and the source's recipe against brute force."""
+"""The closed form, the refit and plain SVD truncation (Burgund) against brute force."""
 
 from __future__ import annotations
 
@@ -6,29 +6,17 @@ import math
 
 import pytest
 import torch
+from benchmarks.grow_baselines import recipe_for_one
 from benchmarks.grow_kinds import compare, kinds
 from torch import Tensor
 
 from headwise.errors import NonFiniteError, ShapeError
-from headwise.growth.baselines import recipe_for_one
-from headwise.growth.choose import choose
-from headwise.growth.gram_roots import root
-from headwise.growth.normal_equations import NormalMap, Tokens
-from headwise.growth.refit import alternate, refit, unconstrained
-from headwise.growth.solve import (
-    Factors,
-    Problem,
-    alignment,
-    bottleneck,
-    closed_form,
-    fisher_form,
-    metrics,
-    predicted_change,
-    score,
-    score_change,
-    shrink,
-    truncate,
-)
+from headwise.growth import Factors, Problem, closed_form, refit, shrink
+from headwise.growth.bottleneck import alignment, bottleneck, choose, score
+from headwise.growth.metric import METRICS, root, roots
+from headwise.growth.normal_equations import NormalMap, TokenSequence
+from headwise.growth.solve import alternate, named_solution, predicted_change, score_change, truncate, unconstrained
+from headwise.operators.masks import Mask
 
 F64 = torch.float64
 
@@ -68,7 +56,7 @@ def problem(
         z = present.product().requires_grad_()
         value = torch.stack([attention_loss(x, y, z[h], v, t[h], allowed) for h in range(g)]).sum()
         folds.append(-torch.autograd.grad(value, z)[0])
-    tokens = [Tokens(x, y, None, 0) for x, y, _, _ in data]
+    tokens = [TokenSequence(x, y, Mask(n, n, causal=True)) for x, y, _, _ in data]
     grams = [t.grams(centred=True) for t in tokens]
     gram_q = torch.stack([a for a, _ in grams]).sum(0) / (n * sequences)
     gram_k = torch.stack([c for _, c in grams]).mean(0)
@@ -77,12 +65,12 @@ def problem(
     return found, {"loss": loss, "data": data, "tokens": tokens, "allowed": allowed}
 
 
-@pytest.mark.parametrize("solution", [closed_form, fisher_form, refit])
-def test_the_predicted_change_is_the_derivative_of_the_loss(solution) -> None:
+@pytest.mark.parametrize("solution", ["gram", "fisher", "refit"])
+def test_the_predicted_change_is_the_derivative_of_the_loss(solution: str) -> None:
     case, truth = problem()
-    path = solution(case, 2)
+    path = named_solution(solution)[1](case, 2)
     base = float(truth["loss"](case.present.product()))
-    if solution is refit:
+    if solution == "refit":
         # truncation to k + 2 moves Z at once, so compare the prediction for the step itself
         eta = 1e-4 / path.unit
     else:
@@ -91,16 +79,14 @@ def test_the_predicted_change_is_the_derivative_of_the_loss(solution) -> None:
     grown = path.at(eta)
     change = float(truth["loss"](grown.product())) - base
     assert change == pytest.approx(predicted_change(case, grown), rel=2e-3)
-    if solution is not refit:
-        sigma = torch.linalg.svdvals(
-            bottleneck(case, case.moment, *metrics(case, fisher=solution is fisher_form)).residual
-        )
+    if solution != "refit":
+        sigma = torch.linalg.svdvals(bottleneck(case, case.descent, *roots(case, solution)).residual)
         assert predicted_change(case, grown) == pytest.approx(-eta * float(sigma[:2].square().sum()), rel=1e-6)
     assert change < 0
 
 
-def test_minus_lowers_the_loss_and_the_sources_plus_raises_it() -> None:
-    """B = S + eta dL/dS, as printed, climbs; B = S - eta dL/dS descends."""
+def test_minus_lowers_the_loss_and_plus_raises_it() -> None:
+    """The target B = S - eta dL/dS lowers the loss; Burgund prints B = S + eta dL/dS, which raises it."""
     torch.manual_seed(3)
     n, d, k = 10, 4, 2
     x, values, target = (torch.randn(*shape, dtype=F64) for shape in ((n, d), (n, 3), (n, 3)))
@@ -120,8 +106,8 @@ def test_minus_lowers_the_loss_and_the_sources_plus_raises_it() -> None:
 def test_new_dimensions_lie_outside_the_present_ones_and_match_the_best_of_many_starts() -> None:
     """max <M, dZ> over rank-p dZ with whitened length 1 and no component the present directions could give."""
     case, _ = problem(1)
-    q, k = metrics(case)
-    r = bottleneck(case, case.moment, q, k).residual
+    q, k = roots(case)
+    r = bottleneck(case, case.descent, q, k).residual
     present = q.root @ case.present.wq[0]
     assert float((present.mT @ r).abs().max()) < 1e-10 * float(r.abs().max())
     best = float(torch.linalg.svdvals(r)[:2].square().sum().sqrt())
@@ -180,7 +166,7 @@ def best_by_lbfgs(x: Tensor, b: Tensor, rank: int, starts: int = 4) -> float:
 @pytest.mark.parametrize("rank", [1, 3])
 def test_one_sequence_reaches_the_best_of_many_starts(seed: int, rank: int) -> None:
     x, b = one_sequence(seed)
-    normal = NormalMap([Tokens(x, x)], centred=False)
+    normal = NormalMap([TokenSequence(x, x, Mask(len(x), len(x)))], centred=False)
     z, iterations = unconstrained(normal, x.mT @ b @ x)
     assert iterations <= 2
     grown = truncate(z.unsqueeze(0), rank, *(root(g) for g in normal.means()))
@@ -193,21 +179,21 @@ def test_one_sequence_reaches_the_best_of_many_starts(seed: int, rank: int) -> N
 def test_rank_deficient_tokens_use_the_pseudo_inverse() -> None:
     x, b = one_sequence(5)
     x = torch.cat([x, x[:, :2] @ torch.randn(2, 3, dtype=F64)], 1)  # nine columns of rank six
-    normal = NormalMap([Tokens(x, x)], centred=False)
+    normal = NormalMap([TokenSequence(x, x, Mask(len(x), len(x)))], centred=False)
     z, _ = unconstrained(normal, x.mT @ b @ x)
     plus = torch.linalg.pinv(x)
     torch.testing.assert_close(x @ z @ x.mT, x @ plus @ b @ plus.mT @ x.mT)
     # more columns than rows: everything can be fitted
     wide = torch.randn(4, 9, dtype=F64)
     b = torch.randn(4, 4, dtype=F64)
-    z, _ = unconstrained(NormalMap([Tokens(wide, wide)], centred=False), wide.mT @ b @ wide)
+    z, _ = unconstrained(NormalMap([TokenSequence(wide, wide, Mask(4, 4))], centred=False), wide.mT @ b @ wide)
     torch.testing.assert_close(wide @ z @ wide.mT, b)
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_the_refit_beats_the_sources_recipe_on_every_kind_of_data(kind: str) -> None:
+def test_the_refit_beats_plain_truncation_on_every_kind_of_data(kind: str) -> None:
     found = compare(*kinds()[kind], rank=3)
-    assert found["refit"] < found["recipe"] * (1 - 1e-6)
+    assert found["refit"] < found["plain"] * (1 - 1e-6)
     assert found["free"] <= found["refit"] + 1e-9
 
 
@@ -216,14 +202,14 @@ def test_the_normal_map_is_what_plain_torch_says() -> None:
     torch.manual_seed(0)
     x, y, z = (torch.randn(*shape, dtype=F64) for shape in ((6, 4), (7, 5), (4, 5)))
     masks = {
-        "none": (None, None, torch.ones(6, 7)),
-        "causal": (None, 1, torch.ones(6, 7).tril(1)),
-        "padded": (torch.arange(7).unsqueeze(0) < 5, None, (torch.arange(7) < 5).expand(6, 7)),
-        "dense": (torch.rand(6, 7) > 0.4, None, None),
+        "none": Mask(6, 7),
+        "causal": Mask(6, 7, causal=True),
+        "padded": Mask(6, 7, key_mask=torch.arange(7) < 5),
+        "dense": Mask(6, 7, pair_mask=torch.rand(6, 7) > 0.4),
     }
-    for keep, ahead, w in masks.values():
-        weights = (keep if w is None else w).double()
-        tokens = Tokens(x, y, keep, ahead)
+    for mask in masks.values():
+        weights = mask.rows(0, 6).double()
+        tokens = TokenSequence(x, y, mask)
         for centred in (False, True):
             s = weights * (x @ z @ y.mT)
             if centred:
@@ -247,7 +233,7 @@ def test_the_fisher_metric_is_the_softmax_jacobian() -> None:
         p = torch.softmax((x @ z @ y.mT).masked_fill(~truth["allowed"], -math.inf), -1)
         for row in p:
             total += y.mT @ (torch.diag(row) - torch.outer(row, row)) @ y / len(p) / len(truth["data"])
-    torch.testing.assert_close(case.fisher_k, total)
+    torch.testing.assert_close(METRICS["fisher"](case)[1], total)
 
 
 def test_grouped_queries_share_new_keys_and_still_lower_the_loss() -> None:
@@ -260,8 +246,8 @@ def test_grouped_queries_share_new_keys_and_still_lower_the_loss() -> None:
     assert grown.wk.shape == (7, 4)
     assert float(truth["loss"](grown.product())) - base == pytest.approx(predicted_change(case, grown), rel=2e-3)
     # the group's tangent space cannot give R: no change of shared keys or of any head's queries has a part along it
-    q, k = metrics(case)
-    r = bottleneck(case, case.moment, q, k).residual.reshape(3, 8, 7)
+    q, k = roots(case)
+    r = bottleneck(case, case.descent, q, k).residual.reshape(3, 8, 7)
     tangent = (q.root @ torch.randn(3, 8, 2, dtype=F64)) @ (k.root @ case.present.wk).mT
     tangent = tangent + (q.root @ case.present.wq) @ (k.root @ torch.randn(7, 2, dtype=F64)).mT
     assert abs(float((r * tangent).sum())) < 1e-9 * float(r.norm() * tangent.norm())
@@ -269,22 +255,22 @@ def test_grouped_queries_share_new_keys_and_still_lower_the_loss() -> None:
 
 def test_the_bottleneck_falls_with_p_and_two_halves_judge_it() -> None:
     case, _ = problem(0)
-    found = bottleneck(case, case.moment, *metrics(case))
-    falls = found.falls()
+    found = bottleneck(case, case.descent, *roots(case))
+    falls = found.remaining()
     assert falls[0].item() == pytest.approx(found.score)
     assert bool((falls.diff() <= 0).all())
     assert falls[-1] == 0
     # folds that agree up to noise, and folds that are noise only: 30 draws of each
     torch.manual_seed(0)
-    q, k = metrics(case)
+    q, k = roots(case)
     draws: dict[str, list[tuple[float, float, float]]] = {"true": [], "false": []}
     plans = {"true": 0, "false": 0}
     for _ in range(30):
         noise = math.sqrt(found.score / 56) * (q.root @ torch.randn_like(case.folds) @ k.root)
-        for name, folds in (("true", case.moment + 0.3 * noise), ("false", noise)):
+        for name, folds in (("true", case.descent + 0.3 * noise), ("false", noise)):
             judged = Problem(folds, case.shares, case.present, case.gram_q, case.gram_k)
-            s = score(judged)
-            draws[name].append((s.raw, s.validated, float(alignment(judged, 1))))
+            raw, validated, _ = score(judged)
+            draws[name].append((raw, validated, float(alignment(judged, 1))))
             plans[name] += len(choose({("layer", 0): judged}, "auto", "auto"))
     true, false = (torch.tensor(draws[name]).mean(0) for name in ("true", "false"))
     assert true[0] > found.score  # noise inflates the raw score, not the validated one
@@ -297,7 +283,7 @@ def test_the_bottleneck_falls_with_p_and_two_halves_judge_it() -> None:
     assert plans["false"] <= 10
 
 
-def test_shrinking_drops_what_the_scores_feel_least() -> None:
+def test_shrinking_drops_the_direction_that_changes_the_scores_least() -> None:
     torch.manual_seed(0)
     case, truth = problem(0, k=4)
     fewer = shrink(case, 1)
@@ -318,7 +304,7 @@ def test_shrinking_drops_what_the_scores_feel_least() -> None:
     assert predicted_change(wide, same) == pytest.approx(change, abs=1e-8)
 
 
-def test_bad_input_is_answered_with_a_sentence() -> None:
+def test_errors_name_the_sizes() -> None:
     case, _ = problem()
     with pytest.raises(ShapeError, match=r"2 wide and at 7 it can express every.*room for 5 more.*p = 6"):
         closed_form(case, 6)
@@ -333,7 +319,7 @@ def test_bad_input_is_answered_with_a_sentence() -> None:
     single = Problem(case.folds[:1], case.shares[:1], case.present, case.gram_q, case.gram_k)
     with pytest.raises(ShapeError, match="one sequence cannot be cross-validated"):
         score(single)
-    with pytest.raises(ShapeError, match="Fisher metric needs kept sequences"):
-        fisher_form(single, 1)
-    with pytest.raises(ShapeError, match="refit needs kept sequences"):
+    with pytest.raises(ShapeError, match="Fisher metric needs stored sequences"):
+        closed_form(single, 1, metric="fisher")
+    with pytest.raises(ShapeError, match="refit needs stored sequences"):
         refit(single, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from headwise.growth.normal_equations import NormalMap
-from headwise.growth.score_gradients import appended, augmented
 from headwise.growth.statistics import LayerStatistics
-from headwise.growth.watch import Watch
+from headwise.growth.watch import ObservedPass, Watch, augmented
 from headwise.nn import MultiHead, head_slices
+from headwise.operators import AttentionOperator
 from headwise.operators.softmax import softmax
-from headwise.theory.peak_memory import peak_bytes
+from headwise.testing.counting import peak_bytes
 
 F64 = torch.float64
 B, N, WIDTH, HEADS = 3, 7, 6, 2
@@ -39,6 +40,23 @@ def case(kind: str, **options: Any) -> tuple[MultiHead, Tensor, dict[str, Any]]:
         "bias": {"bias": torch.randn(N, N, dtype=F64)},
     }
     return layer, x, masks[kind]
+
+
+def appended(observed: ObservedPass, build: Callable[..., AttentionOperator], *, bias: bool) -> Tensor:
+    """M (h, d_q, d_k) from the fused kernel's own backward pass, without a formula of ours.
+
+    q' = [q | x_q], k' = [k | x Z^T] with Z = 0 a leaf: then Z.grad = -M.  `build(q, k)` makes P from q.k / sqrt(width).
+    """
+    s = observed.scores
+    x, context = augmented(observed.x, bias), observed.context
+    h, k = observed.values.shape[1], s.q.shape[-1]
+    wide = k + x.shape[-1]
+    z = torch.zeros(h, x.shape[-1], context.shape[-1], dtype=x.dtype, requires_grad=True)
+    b, m, n = x.shape[0], x.shape[1], context.shape[1]
+    q = torch.cat([s.q * (s.scale * math.sqrt(wide)), x.unsqueeze(1).expand(b, h, m, -1)], -1)
+    keys = torch.cat([s.k.expand(b, h, n, -1), math.sqrt(wide) * context.unsqueeze(1) @ z.mT], -1)
+    (grad,) = torch.autograd.grad(build(q, keys)(observed.values), z, observed.gradient)
+    return -grad
 
 
 KINDS = ["plain", "causal", "key_mask", "causal and padding", "mask", "bias"]
@@ -78,21 +96,25 @@ def by_hand(layer: MultiHead, x: Tensor, masks: dict[str, Any], weights: Tensor)
 
 def observed(layer: MultiHead, x: Tensor, masks: dict[str, Any], weights: Tensor, **options: Any) -> LayerStatistics:
     statistics = LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64, **{"rows": None, "folds": 2, **options})
-    watch = Watch("layer", layer)
-    (layer(x, **masks) * weights).sum().backward()
-    (call,) = watch.take()
-    statistics.add(call, bias=True)
-    watch.close()
+    statistics.add(one_pass(layer, x, masks, weights), bias=True)
     return statistics
 
 
+def one_pass(layer: MultiHead, x: Tensor, masks: dict[str, Any], weights: Tensor) -> ObservedPass:
+    watch = Watch("layer", layer)
+    (layer(x, **masks) * weights).sum().backward()
+    (observed,) = watch.take()
+    watch.close()
+    return observed
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_moments_are_the_gradient_of_explicit_scores(kind: str) -> None:
+def test_folds_are_the_gradient_of_explicit_scores(kind: str) -> None:
     layer, x, masks = case(kind)
     weights = torch.randn(B, N, WIDTH, dtype=F64)
     expected = by_hand(layer, x, masks, weights)
     found = observed(layer, x, masks, weights)
-    torch.testing.assert_close(found.folds[0], expected[0] + expected[2])  # sequences are dealt out in turn
+    torch.testing.assert_close(found.folds[0], expected[0] + expected[2])  # sequences are assigned to folds in turn
     torch.testing.assert_close(found.folds[1], expected[1])
     assert found.shares.tolist() == pytest.approx([2 / 3, 1 / 3])
 
@@ -101,19 +123,15 @@ def test_moments_are_the_gradient_of_explicit_scores(kind: str) -> None:
 def test_appended_operands_give_the_same_through_the_fused_kernel(kind: str) -> None:
     layer, x, masks = case(kind)
     weights = torch.randn(B, N, WIDTH, dtype=F64)
-    watch = Watch("layer", layer)
-    (layer(x, **masks) * weights).sum().backward()
-    (call,) = watch.take()
-    watch.close()
-    found = appended(call, lambda q, k: softmax(q, k, **masks), bias=True)
+    found = appended(one_pass(layer, x, masks, weights), lambda q, k: softmax(q, k, **masks), bias=True)
     torch.testing.assert_close(found, by_hand(layer, x, masks, weights).sum(0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_metrics_and_kept_tokens_are_those_of_the_rows_the_loss_looks_at(kind: str) -> None:
+def test_only_rows_with_a_gradient_count_in_the_metrics_and_the_stored_tokens(kind: str) -> None:
     layer, x, masks = case(kind)
     weights = torch.randn(B, N, WIDTH, dtype=F64)
-    weights[1, 2:] = 0  # the loss looks at two rows of sequence 1
+    weights[1, 2:] = 0  # the loss depends on two rows of sequence 1
     found = observed(layer, x, masks, weights)
     live = (weights != 0).any(-1)
     gram_q, gram_k = torch.zeros(WIDTH + 1, WIDTH + 1, dtype=F64), torch.zeros(WIDTH, WIDTH, dtype=F64)
@@ -132,7 +150,7 @@ def test_metrics_and_kept_tokens_are_those_of_the_rows_the_loss_looks_at(kind: s
     assert found.compression_error() == 0
 
 
-def test_fewer_rows_are_right_on_average() -> None:
+def test_a_random_subset_of_rows_is_unbiased() -> None:
     layer, x, masks = case("causal")
     weights = torch.randn(B, N, WIDTH, dtype=F64)
     exact = observed(layer, x, masks, weights).folds.sum(0)
@@ -146,18 +164,18 @@ def test_fewer_rows_are_right_on_average() -> None:
     assert float((mean - exact).norm() / exact.norm()) < 0.25
 
 
-def test_merging_two_halves_is_seeing_both() -> None:
+def test_two_batches_add_up() -> None:
     layer, x, masks = case("causal")
     weights = torch.randn(B, N, WIDTH, dtype=F64)
     first, second = observed(layer, x, masks, weights), observed(layer, 2 * x, masks, weights)
-    both = LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64, rows=None, folds=2)
-    both.merge(first)
-    both.merge(second)
+    both = LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64, rows=None, folds=1)
+    for inputs in (x, 2 * x):
+        both.add(one_pass(layer, inputs, masks, weights), bias=True)
     z = torch.randn(WIDTH + 1, WIDTH, dtype=F64)
-    torch.testing.assert_close(both.folds, first.folds + second.folds)
+    torch.testing.assert_close(both.folds[0], (first.folds + second.folds).sum(0))
     torch.testing.assert_close(both.gram_k, first.gram_k + second.gram_k)
     torch.testing.assert_close(both.normal()(z), first.normal()(z) + second.normal()(z))
-    assert both.sequences == 6
+    assert both.sequence_count == 6
     assert both.batches == pytest.approx(2)
 
 
@@ -181,13 +199,13 @@ def test_beyond_the_budget_gram_matrices_are_clustered_and_the_error_is_measured
                 whole.add(call, bias=True)
     watch.close()
     assert alike.used == varied.used == 0
-    assert len(varied.atoms) <= 16
+    assert len(varied.clusters) <= 16
     assert varied.bytes < whole.bytes
     assert alike.compression_error() < 1e-12  # four kinds of sequences, sixteen clusters
-    # the stated error is the true one
+    # the reported error is the true one
     exact, approximate = whole.normal()(varied.z), varied.normal()(varied.z)
     assert varied.compression_error() == pytest.approx(float((approximate - exact).norm() / exact.norm()))
-    # and clusters are better than one mean for all
+    # and 16 clusters are better than one mean
     a, c = varied.normal().means()
     mean = 60 * a @ varied.z @ c
     assert varied.compression_error() < 0.8 * float((mean - exact).norm() / exact.norm())
@@ -195,7 +213,7 @@ def test_beyond_the_budget_gram_matrices_are_clustered_and_the_error_is_measured
 
 
 @pytest.mark.parametrize("rows", [32, None])
-def test_no_scores_of_all_pairs_are_ever_held(rows: int | None) -> None:
+def test_no_n_by_n_matrix_is_formed(rows: int | None) -> None:
     """Peak memory of observing 5000 tokens, against that of one n x n matrix."""
     n = 5000
     torch.manual_seed(0)

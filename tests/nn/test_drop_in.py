@@ -93,10 +93,10 @@ def test_same_outputs_weights_and_gradients(which: str, options: dict[str, Any],
     given = masks(which, m)
     expected, weights = module(*theirs, average_attn_weights=False, **given)
     expected = expected if module.batch_first else expected.transpose(0, 1)
-    asked = masks_from_torch(heads=H, **given)
-    out = layer(ours[0], (ours[1], ours[2]), **asked)
+    converted = masks_from_torch(heads=H, **given)
+    out = layer(ours[0], (ours[1], ours[2]), **converted)
     torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(layer.operator(ours[0], (ours[1], ours[2]), **asked).dense(), weights)
+    torch.testing.assert_close(layer.operator(ours[0], (ours[1], ours[2]), **converted).dense(), weights)
     pull = torch.randn_like(out)
     expected.backward(pull)
     out.backward(pull)
@@ -173,14 +173,18 @@ def test_mode_dtype_and_frozen_weights_are_kept_and_nothing_is_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    "call, error, sentence",
+    "call, error, message",
     [
         (
             lambda: MultiHead.from_torch(nn.MultiheadAttention(E, H, add_bias_kv=True)),
             UnsupportedError,
-            "without a token",
+            "a key without a token",
         ),
-        (lambda: MultiHead.from_torch(nn.MultiheadAttention(E, H, add_zero_attn=True)), UnsupportedError, "a column"),
+        (
+            lambda: MultiHead.from_torch(nn.MultiheadAttention(E, H, add_zero_attn=True)),
+            UnsupportedError,
+            "one more column",
+        ),
         (
             lambda: MultiHead.from_torch(nn.MultiheadAttention(E, H, dropout=0.2)),
             UnsupportedError,
@@ -194,6 +198,6 @@ def test_mode_dtype_and_frozen_weights_are_kept_and_nothing_is_shared() -> None:
         (lambda: masks_from_torch(heads=H, attn_mask=torch.zeros(4, 2, 2)), ShapeError, "a multiple of the 3 heads"),
     ],
 )
-def test_what_cannot_be_converted_gets_a_sentence(call, error: type[Exception], sentence: str) -> None:
-    with pytest.raises(error, match=sentence):
+def test_unsupported_layers_and_masks_are_rejected(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         call()

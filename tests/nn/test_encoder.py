@@ -10,9 +10,9 @@ from torch import nn
 
 from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.nn.builders import LearnedBlocks, LearnedConvolution, LearnedProjection
-from headwise.nn.embeddings import PatchEmbedding, frames, grid_positions
+from headwise.nn.embeddings import PatchEmbedding, frame_embedding
 from headwise.nn.encoder import Encoder
-from headwise.nn.linformer import ShortenedAttention
+from headwise.nn.linformer_attention import LinformerAttention
 from headwise.nn.multihead import MultiHead
 from headwise.nn.recurrent import Recurrent
 from headwise.nn.reversible import Reversible
@@ -29,6 +29,7 @@ from headwise.operators import (
     strided,
     window,
 )
+from headwise.operators.relative.encodings import cells, sinusoidal
 
 BUILDERS = {
     "softmax": softmax,
@@ -93,26 +94,26 @@ def test_reversible_gradients_equal_the_plain_ones(dropout: float) -> None:
     pairs[3] = pairs[0]  # shared parameters add up
     stack = Reversible(pairs).double()
     x = [torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    wanted = [*x, *stack.parameters()]
+    leaves = [*x, *stack.parameters()]
     results = []
     for run in (stack, stack.plain):
         torch.manual_seed(1)
         one, two = run(*x)
         loss = (one * torch.linspace(0, 1, 6)).sum() + two.square().sum()
-        results.append((loss, *torch.autograd.grad(loss, wanted)))
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_reversible_stores_no_activations() -> None:
-    """What autograd keeps between forward and backward does not grow with depth; plainly it does."""
+    """What autograd stores for the backward pass does not grow with depth; without `reversible` it does."""
 
-    def kept(depth: int, reversible: bool) -> int:
+    def stored(depth: int, reversible: bool) -> int:
         model, sizes = Encoder(8, 2, depth, reversible=reversible), {}
-        own = {p.data_ptr() for p in model.parameters()}
+        parameters = {p.data_ptr() for p in model.parameters()}
 
         def pack(x: torch.Tensor) -> torch.Tensor:
-            if x.data_ptr() not in own:
+            if x.data_ptr() not in parameters:
                 sizes[x.data_ptr()] = x.numel()
             return x
 
@@ -122,13 +123,13 @@ def test_reversible_stores_no_activations() -> None:
         del out
         return total
 
-    assert kept(8, True) == kept(2, True)
-    assert kept(8, False) > 3 * kept(2, False)
+    assert stored(8, True) == stored(2, True)
+    assert stored(8, False) > 3 * stored(2, False)
 
 
 def test_post_norm_and_other_layers() -> None:
     x = torch.randn(2, 7, 8)
-    out = Encoder(8, 2, 2, pre=False)(x)
+    out = Encoder(8, 2, 2, norm_first=False)(x)
     torch.testing.assert_close(out.mean(-1), torch.zeros(2, 7), atol=1e-6, rtol=0)
     assert Encoder(8, 2, 2, layer=lambda: Recurrent(8))(x).shape == x.shape
 
@@ -136,17 +137,17 @@ def test_post_norm_and_other_layers() -> None:
 def test_recurrent_padding_and_causality() -> None:
     x = torch.randn(2, 9, 8)
     key_mask = torch.arange(9) < torch.tensor([[9], [4]])
-    both = Recurrent(8)
-    out = both(x, key_mask=key_mask)
-    torch.testing.assert_close(out[1, :4], both(x[1, :4]))
-    torch.testing.assert_close(out[0], both(x[:1])[0])
+    bidirectional = Recurrent(8)
+    out = bidirectional(x, key_mask=key_mask)
+    torch.testing.assert_close(out[1, :4], bidirectional(x[1, :4]))
+    torch.testing.assert_close(out[0], bidirectional(x[:1])[0])
     forward = Recurrent(8, causal=True)
     torch.testing.assert_close(forward(x, causal=True)[:, :5], forward(x[:, :5]))
     assert forward.cost(100).depth == 100
     with pytest.raises(UnsupportedError, match="build it with causal=True"):
-        both(x, causal=True)
+        bidirectional(x, causal=True)
     with pytest.raises(UnsupportedError, match="padding must follow"):
-        both(x, key_mask=key_mask.flip(-1))
+        bidirectional(x, key_mask=key_mask.flip(-1))
 
 
 def test_projections_of_other_lengths() -> None:
@@ -168,26 +169,26 @@ def test_projections_of_other_lengths() -> None:
 def test_embeddings() -> None:
     embed = PatchEmbedding(3, (4, 2), 16)
     x = torch.randn(2, 3, 8, 8)
-    tokens = embed(x) - grid_positions((2, 4), 16)
+    tokens = embed(x) - sinusoidal(cells((2, 4)), 16)
     patch = x[:, :, 4:8, 2:4].reshape(2, -1) @ embed.project.weight.reshape(16, -1).mT
     assert embed.project.bias is not None
     patch = patch + embed.project.bias
     torch.testing.assert_close(tokens[:, 5], patch)
-    assert frames(100, 8, hop=50)(torch.randn(2, 1, 400)).shape == (2, 7, 8)
-    positions = grid_positions((3, 5), 12)
+    assert frame_embedding(100, 8, hop=50)(torch.randn(2, 1, 400)).shape == (2, 7, 8)
+    positions = sinusoidal(cells((3, 5)), 12)
     assert len({tuple(row.tolist()) for row in positions}) == 15
 
 
-def test_refusals() -> None:
+def test_unsupported_arguments_are_rejected() -> None:
     with pytest.raises(InputError, match="build has 2 operators for a depth of 3"):
         Encoder(8, 2, 3, build=[softmax, softmax])
     with pytest.raises(InputError, match="depth must be at least 1"):
         Encoder(8, 2, 0)
-    with pytest.raises(UnsupportedError, match="use pre=True"):
-        Encoder(8, 2, 1, pre=False, reversible=True)
+    with pytest.raises(UnsupportedError, match="use norm_first=True"):
+        Encoder(8, 2, 1, norm_first=False, reversible=True)
     with pytest.raises(ShapeError, match="rank must be between 1 and length = 4, but is 5"):
         LearnedProjection(projected, 4, 5)
-    with pytest.raises(ShapeError, match="has no patch of"):
+    with pytest.raises(ShapeError, match="is smaller than a patch of"):
         PatchEmbedding(1, (4, 4), 8)(torch.zeros(1, 1, 3, 3))
     with pytest.raises(ShapeError, match="a multiple of 4"):
         PatchEmbedding(1, (4, 4), 6)
@@ -198,9 +199,9 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_shortening_before_the_maps_is_the_same_layer(shared: bool) -> None:
+def test_linformer_attention_equals_multihead_with_a_learned_projection(shared: bool) -> None:
     """E (x W) = (E x) W: values and gradients of a MultiHead with the same weights."""
-    first = ShortenedAttention(8, 2, 12, 4, shared=shared, bias=False).double()
+    first = LinformerAttention(8, 2, 12, 4, shared=shared, bias=False).double()
     last = MultiHead(8, 2, build=LearnedProjection(projected, 12, 4, shared=shared), bias=False).double()
     last.load_state_dict(
         {
@@ -214,20 +215,20 @@ def test_shortening_before_the_maps_is_the_same_layer(shared: bool) -> None:
         a, b = first(x, **masks), last(x, **masks)
         torch.testing.assert_close(a, b)
         pull = torch.randn_like(a)
-        wanted = [[x, *sorted_parameters(m, part)] for m, part in ((first, "projection"), (last, "build"))]
-        found = [torch.autograd.grad(out, w, pull) for out, w in zip((a, b), wanted, strict=True)]
-        torch.testing.assert_close(found[0], found[1])
+        leaves = [[x, *sorted_parameters(m, part)] for m, part in ((first, "projection"), (last, "build"))]
+        gradients = [torch.autograd.grad(out, of, pull) for out, of in zip((a, b), leaves, strict=True)]
+        torch.testing.assert_close(gradients[0], gradients[1])
     torch.testing.assert_close(first(x, key_mask=key_mask)[1, :6], first(x[1:, :6])[0])
 
 
 def sorted_parameters(layer: nn.Module, projection: str) -> list[nn.Parameter]:
-    """By what they are, whatever part of a layer holds them."""
+    """Parameters in the order of their names without those of the modules that hold them."""
     named = {name.replace(projection, "projection").replace("attend.", ""): p for name, p in layer.named_parameters()}
     return [named[name] for name in sorted(named)]
 
 
-def test_shortening_refusals() -> None:
-    layer = ShortenedAttention(8, 2, 12, 4)
+def test_linformer_attention_rejects_causal_and_longer_sequences() -> None:
+    layer = LinformerAttention(8, 2, 12, 4)
     with pytest.raises(UnsupportedError, match="use MultiHead with LearnedBlocks"):
         layer(torch.randn(1, 12, 8), causal=True)
     with pytest.raises(UnsupportedError, match="at most 12 positions, but there are 13"):

@@ -13,13 +13,13 @@ from headwise.nn import GridAttention
 
 
 def position_by_position(layer: GridAttention, x: Tensor, context: Tensor) -> Tensor:
-    """Tokens gathered and put back one index at a time, so that the order of axes cannot be wrong in both places."""
+    """Gather and scatter tokens one index at a time, independently of flatten and unflatten."""
     places, out = list(itertools.product(*map(range, x.shape[2:]))), None
     tokens = torch.stack([x[(slice(None), slice(None), *place)] for place in places], 1)
-    looked_at = [
+    context_tokens = [
         context[(slice(None), slice(None), *place)] for place in itertools.product(*map(range, context.shape[2:]))
     ]
-    answers = layer.attend(tokens, torch.stack(looked_at, 1))
+    answers = layer.attend(tokens, torch.stack(context_tokens, 1))
     out = x.new_empty(x.shape[0], answers.shape[-1], *x.shape[2:])
     for i, place in enumerate(places):
         out[(slice(None), slice(None), *place)] = answers[:, i]
@@ -46,7 +46,9 @@ def test_padding_lies_on_the_grid_of_the_keys() -> None:
     real = torch.ones(1, 4, 3, dtype=torch.bool)
     real[:, 2:] = False
     torch.testing.assert_close(layer(x, key_mask=real), layer(x, x[:, :, :2]))
-    with pytest.raises(ShapeError, match=r"key_mask has shape \(1, 3, 4\), but the keys' \(b, \*grid\) is \(1, 4, 3\)"):
+    with pytest.raises(
+        ShapeError, match=r"key_mask has shape \(1, 3, 4\), but the keys have \(b, \*grid\) = \(1, 4, 3\)"
+    ):
         layer(x, key_mask=real.mT)
 
 
@@ -62,6 +64,8 @@ def test_compiles_whole() -> None:
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
-def test_what_is_no_grid_gets_a_sentence() -> None:
-    with pytest.raises(ShapeError, match=r"GridAttention: x must be \(b, c, \*grid\), no axis empty, but is \(8, 4\)"):
+def test_inputs_without_a_grid_are_rejected() -> None:
+    with pytest.raises(
+        ShapeError, match=r"GridAttention: x must be \(b, c, \*grid\) without empty axes, but is \(8, 4\)"
+    ):
         GridAttention(8, 2)(torch.zeros(8, 4))

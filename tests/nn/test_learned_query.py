@@ -54,6 +54,6 @@ def test_runs_under_autocast_and_compiles_whole() -> None:
         assert layer(x).dtype == torch.bfloat16
 
 
-def test_no_queries_get_a_sentence() -> None:
+def test_zero_queries_are_rejected() -> None:
     with pytest.raises(ShapeError, match="LearnedQuery: axis 'm' must be at least 1, but queries is 0"):
         LearnedQuery(8, 0, 2)

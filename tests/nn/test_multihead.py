@@ -1,4 +1,4 @@
-"""MultiHead against a loop over its heads in float64, and against the parameter counts of the sources."""
+"""MultiHead against a loop over its heads in float64, and published parameter counts."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def test_operator_is_what_forward_applies() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
-def test_parameters_are_as_many_as_the_sources_say(heads: int) -> None:
+def test_parameter_counts(heads: int) -> None:
     d_i, d_hid, d_o, d_out = 12, 3, 5, 7
     layer = MultiHead(d_i, heads, key_width=d_hid, value_width=d_o, out_width=d_out, bias=False, out_bias=True)
-    assert count(layer) == heads * d_i * (2 * d_hid + d_o) + heads * d_o * d_out + d_out  # S4, a.1
+    assert count(layer) == heads * d_i * (2 * d_hid + d_o) + heads * d_o * d_out + d_out  # Dordevic, a.1
     d_e, d_k, d_v = 16, 24, 8
     split = MultiHead(d_e, heads, key_width=d_k // heads, value_width=d_v // heads, bias=False)
-    assert count(split) == 2 * d_e * d_k + d_e * d_v + d_v * d_e  # S1, remark 1.2.1: no h on the right
+    assert count(split) == 2 * d_e * d_k + d_e * d_v + d_v * d_e  # Burgund, remark 1.2.1: independent of h
 
 
 def count(module: nn.Module) -> int:
@@ -110,21 +110,21 @@ def test_a_builder_gets_only_the_masks_that_are_given_and_may_learn() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.log_scale = nn.Parameter(torch.zeros(2, 1, 1))
-            self.seen: dict[str, Tensor] = {}
+            self.masks: dict[str, Tensor] = {}
 
         def forward(self, q: Tensor, k: Tensor, **masks: Tensor):
-            self.seen = masks
+            self.masks = masks
             return softmax(q * self.log_scale.exp(), k, **masks)  # pyright: ignore[reportArgumentType]
 
     build = Tempered()
     layer, x = MultiHead(8, 2, build=build), torch.randn(1, 4, 8)
     layer(x).square().sum().backward()
-    assert not build.seen
+    assert not build.masks
     assert build.log_scale.grad is not None
     assert build.log_scale.grad.abs().amin() > 0
     layer(x, causal=True, key_mask=torch.tensor([[True, True, True, False]]))
-    assert build.seen.keys() == {"causal", "key_mask"}
-    assert build.seen["key_mask"].shape == (1, 1, 4)  # (*batch, h, n), as wide as the batch of q and k
+    assert build.masks.keys() == {"causal", "key_mask"}
+    assert build.masks["key_mask"].shape == (1, 1, 4)  # (*batch, h, n), as wide as the batch of q and k
     assert "build.log_scale" in dict(layer.named_parameters())
 
 
@@ -195,11 +195,11 @@ def test_batch_axes_may_be_many_none_or_mapped(widths: dict) -> None:
     torch.testing.assert_close(torch.vmap(layer)(x), expected)
 
 
-def test_ragged_keys_need_a_builder_that_lives_on_dot_products() -> None:
+def test_ragged_keys_need_a_builder_by_dot_product() -> None:
     def features(q: Tensor, k: Tensor, **masks: Tensor):
         return softmax(q.softmax(-1), k)
 
-    with pytest.raises(UnsupportedError, match=r"padded with zeros.*features does not say so.*by_dot_product"):
+    with pytest.raises(UnsupportedError, match=r"padded with zeros.*features does not declare.*by_dot_product"):
         MultiHead(8, 2, build=features, key_width=(3, 5))
     MultiHead(8, 2, build=features, value_width=(3, 5))(torch.randn(1, 3, 8))
     features.by_dot_product = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -210,7 +210,7 @@ X = torch.zeros(2, 5, 8)
 
 
 @pytest.mark.parametrize(
-    "call, error, sentence",
+    "call, error, message",
     [
         (lambda: MultiHead(8, 3), ShapeError, "width 8 does not divide into 3 heads"),
         (lambda: MultiHead(8, 2, key_width=(4, 4, 4)), ShapeError, r"axis 'k' has 3 widths \(4, 4, 4\) for 2 heads"),
@@ -235,6 +235,6 @@ X = torch.zeros(2, 5, 8)
         (lambda: MultiHead(8, 2)(X, key_mask=torch.ones(2, 5)), DtypeError, "key_mask must be boolean"),
     ],
 )
-def test_bad_input_gets_a_sentence(call, error: type[Exception], sentence: str) -> None:
-    with pytest.raises(error, match=sentence):
+def test_bad_input_is_rejected(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         call()

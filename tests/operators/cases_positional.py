@@ -1,4 +1,4 @@
-"""One line a variant of attention by position: how it is built, from what, and its twin."""
+"""Contract cases of attention by position: how each is built, from what, and its reference."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ CASES_POSITIONAL = [
     ),
     Case(
         "quadratic, keys masked",
-        lambda centres, log_widths: quadratic((2, 3), centres, log_widths, keep=SPARSE[:, None]),
+        lambda centres, log_widths: quadratic((2, 3), centres, log_widths, key_mask=SPARSE[:, None]),
         HEADS,
         lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths, keep=SPARSE[:, None]),
     ),
     Case(
         "quadratic, all keys masked",
-        lambda centres, log_widths: quadratic((2, 3), centres, log_widths, keep=EMPTY[:, None]),
+        lambda centres, log_widths: quadratic((2, 3), centres, log_widths, key_mask=EMPTY[:, None]),
         HEADS,
         lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths, keep=EMPTY[:, None]),
     ),
     Case(
         "quadratic, three axes, keys masked",
-        lambda centres, log_widths: quadratic((2, 3, 2), centres, log_widths, keep=torch.arange(12) % 5 != 0),
+        lambda centres, log_widths: quadratic((2, 3, 2), centres, log_widths, key_mask=torch.arange(12) % 5 != 0),
         {"centres": (3,), "log_widths": (3,)},
         lambda centres, log_widths: references.quadratic(
             (2, 3, 2), centres, log_widths, keep=torch.arange(12) % 5 != 0

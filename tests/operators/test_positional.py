@@ -1,4 +1,4 @@
-"""Attention by position: the product over axes, far keys behind a mask, and the shift it tends to."""
+"""Attention by position: the product over axes, key masks, borders, and the limit in which it is a shift."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_rotated_head_can_be_masked() -> None:
             (2, 3),
             torch.zeros(2, dtype=torch.float64),
             torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64),
-            keep=keep,
+            key_mask=keep,
         )
     assert p.dense()[:, ~keep].abs().max() == 0
     assert Claim.STOCHASTIC in p.claims
@@ -47,7 +47,7 @@ def test_a_key_far_away_is_found_when_it_is_the_only_one() -> None:
     # exp(-20 * 30^2) is zero in any format: a numerator over a denominator would be 0 / 0
     keep = torch.zeros(961, dtype=torch.bool)
     keep[[5, 960]] = True
-    p = quadratic((31, 31), torch.zeros(2, dtype=torch.float64), log_width(20.0).double(), keep=keep)
+    p = quadratic((31, 31), torch.zeros(2, dtype=torch.float64), log_width(20.0).double(), key_mask=keep)
     dense = p.dense()
     nearest = torch.tensor([5 if _distance(q, 5) < _distance(q, 960) else 960 for q in range(961)])
     decided = torch.tensor([_distance(q, 5) != _distance(q, 960) for q in range(961)])
@@ -63,7 +63,7 @@ def _distance(q: int, k: int) -> int:
 def test_a_sequence_without_keys_gives_zeros_and_no_stochastic_claim() -> None:
     keep = torch.tensor([[True, True, True], [False, False, False]])
     centres = torch.zeros(1, dtype=torch.float64).requires_grad_()
-    p = quadratic((3,), centres, torch.zeros(1, dtype=torch.float64), keep=keep)
+    p = quadratic((3,), centres, torch.zeros(1, dtype=torch.float64), key_mask=keep)
     assert p.claims == {Claim.NONNEGATIVE}
     y = p(torch.ones(3, 2, dtype=torch.float64))
     assert y[1].abs().max() == 0
@@ -87,7 +87,7 @@ def test_a_sharp_head_is_the_shift_of_its_border(border: Border) -> None:
 
 
 def test_without_a_border_a_sharp_head_tends_to_the_replicated_border() -> None:
-    # attention cannot look outside the image: a saturated head sees the nearest pixel, not a zero
+    # there are no keys outside the image: a sharp head attends to the nearest pixel, not to a zero
     p = quadratic((4, 5), torch.tensor([2.0, -1.0], dtype=torch.float64), log_width(60.0).double())
     expected = shift((4, 5), (2, -1), border="replicate").dense().double()
     torch.testing.assert_close(p.dense(), expected, rtol=0, atol=1e-12)
@@ -96,15 +96,15 @@ def test_without_a_border_a_sharp_head_tends_to_the_replicated_border() -> None:
 def test_a_masked_head_with_a_border_keeps_the_null_keys() -> None:
     keep = torch.tensor([True, False, True])
     sharp = bordered(
-        (3,), ((1, 1),), "zeros", torch.tensor([-1.0], dtype=torch.float64), log_width(60.0).double(), keep=keep
+        (3,), ((1, 1),), "zeros", torch.tensor([-1.0], dtype=torch.float64), log_width(60.0).double(), key_mask=keep
     )
-    # query 0 looks at the null key before the grid; query 2 looks at a masked key and takes its neighbours instead
+    # query 0 attends to the null key before the grid; the key of query 2 is masked, so it takes the neighbours
     torch.testing.assert_close(
         sharp.dense(), torch.tensor([[0, 0, 0], [1, 0, 0], [0.5, 0, 0.5]], dtype=torch.float64), rtol=0, atol=1e-12
     )
 
 
-def test_the_source_writes_its_width_as_a_sharpness() -> None:
+def test_log_width_of_a_sharpness() -> None:
     alpha = torch.tensor(3.0, dtype=torch.float64)
     assert math.isclose(1 / (2 * log_width(alpha).exp().item() ** 2), 3.0)
 
@@ -124,11 +124,11 @@ def test_cost_grows_with_the_sides_and_not_with_the_cells() -> None:
         (lambda: positional([torch.zeros(2, 2), torch.zeros(2, 2).long()]), DtypeError, "must be floating point"),
         (lambda: positional([torch.full((2, 2), math.nan)]), NonFiniteError, "4 non-finite of 4"),
         (
-            lambda: positional([torch.zeros(2, 3)], keep=torch.ones(4).bool()),
+            lambda: positional([torch.zeros(2, 3)], key_mask=torch.ones(4).bool()),
             ShapeError,
-            "axis 'n' must agree, but keep has 4, grid has 3",
+            "axis 'n' must agree, but key_mask has 4, grid has 3",
         ),
-        (lambda: positional([torch.zeros(2, 3)], keep=torch.ones(3)), DtypeError, "keep must be boolean"),
+        (lambda: positional([torch.zeros(2, 3)], key_mask=torch.ones(3)), DtypeError, "key_mask must be boolean"),
         (
             lambda: quadratic((2, 3), torch.zeros(3), torch.zeros(1)),
             ShapeError,
@@ -152,12 +152,12 @@ def test_cost_grows_with_the_sides_and_not_with_the_cells() -> None:
         ),
     ],
 )
-def test_bad_input_is_told_what_is_wrong(build, error: type[Exception], message: str) -> None:
+def test_bad_input_is_rejected(build, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build()
 
 
-def test_the_twin_of_a_border_is_written_by_hand_right() -> None:
+def test_the_reference_of_borders_against_values_by_hand() -> None:
     assert [references.border_cell(at, 3, "reflect") for at in range(-3, 6)] == [1, 2, 1, 0, 1, 2, 1, 0, 1]
     assert [references.border_cell(at, 3, "circular") for at in (-1, 3)] == [2, 0]
     assert [references.border_cell(at, 3, "replicate") for at in (-2, 4)] == [0, 2]

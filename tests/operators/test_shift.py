@@ -1,4 +1,4 @@
-"""One place to look: shifts on grids, and the convolutions made of them."""
+"""Shifts on grids, and convolutions as sums of them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_smallest_grid_mirrors_onto_itself() -> None:
     assert shift((1,), (-3,), border="reflect").dense().tolist() == [[1.0]]
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_input_is_rejected() -> None:
     with pytest.raises(ShapeError, match=r"Shift: axis 'dimension' must agree, but grid has 2, offset has 1"):
         shift((3, 3), (1,))
     with pytest.raises(ShapeError, match=r"Shift: grid \(3, 0\)"):

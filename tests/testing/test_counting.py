@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headwise.testing.counting import count_multiply_adds
+from headwise.testing.counting import count_multiply_adds, peak_bytes
 
 A, B = torch.ones(2, 3, 5, 4), torch.ones(2, 3, 4, 7)
 Q, K = torch.ones(2, 3, 5, 4), torch.ones(2, 3, 7, 4)
@@ -77,3 +77,17 @@ def test_counting_leaves_gradients_off_and_results_alone() -> None:
     count_multiply_adds(lambda: out.append(A @ weight))
     assert not out[0].requires_grad
     torch.testing.assert_close(out[0], (A @ weight).detach())
+
+
+def test_peak_bytes_are_those_alive_at_once() -> None:
+    x = torch.zeros(100, 100)  # 40 kB
+    assert peak_bytes(lambda: x + 1) == 40_000
+    assert peak_bytes(lambda: (x + 1) + 1) == 80_000  # the first dies after the second is made
+    assert peak_bytes(lambda: [x + 1 for _ in range(3)]) == 120_000
+    assert peak_bytes(lambda: [(x + 1).sum() for _ in range(3)]) == 40_000 + 3 * 4  # never two large ones
+    assert peak_bytes(lambda: x.mT.reshape(10, 1000)[:5]) == 40_000  # a copy and its view
+    assert peak_bytes(lambda: x.clone().add_(1).mul_(2)) == 40_000
+    assert peak_bytes(lambda: x.view(-1)) == 0
+    assert peak_bytes(lambda: torch.softmax(x @ x.mT, -1) @ x) == 80_000 + 40_000 - 40_000
+    layer = torch.nn.Linear(16, 16)
+    assert peak_bytes(lambda: layer(torch.zeros(8, 16))) == 2 * 8 * 16 * 4

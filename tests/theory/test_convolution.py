@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from headwise.nn.tap_layers import QuadraticAttention
-from headwise.nn.taps import Taps
+from headwise.nn.relative_attention import ConvolutionGeometry, QuadraticAttention
 from headwise.operators.relative.quadratic import log_width
 from headwise.testing.contract import normal
 from headwise.theory.convolution import (
@@ -20,11 +19,13 @@ from headwise.theory.convolution import (
     soft_output_error,
 )
 
-TAPS = Taps(channels=3, kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)))
+GEOMETRY = ConvolutionGeometry(3, (3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)))
 
 
 def test_the_theorem_holds() -> None:
-    verdict = convolution_is_attention(TAPS, normal(4, 3, 3, 3, seed=0), normal(4, seed=1), normal(2, 3, 5, 6, seed=2))
+    verdict = convolution_is_attention(
+        GEOMETRY, normal(4, 3, 3, 3, seed=0), normal(4, seed=1), normal(2, 3, 5, 6, seed=2)
+    )
     assert verdict.holds
     assert verdict.measured < 1e-14
 
@@ -53,17 +54,16 @@ def test_centres_stop_learning(alpha: float) -> None:
 @pytest.mark.parametrize("alpha", [2.0, 5.0, 9.0, 14.0])
 def test_the_error_of_soft_heads_is_within_its_bound(alpha: float) -> None:
     weight, x = normal(4, 3, 3, 3, seed=0), normal(2, 3, 6, 6, seed=1)
-    heads = weight.flatten(2).permute(2, 0, 1).contiguous()
     places = torch.cartesian_prod(*[torch.arange(3.0, dtype=torch.float64)] * 2)
-    soft = QuadraticAttention(TAPS, heads, None, centres=places, log_widths=log_width(alpha).double())
+    soft = QuadraticAttention(GEOMETRY, weight, None, centres=places, log_widths=log_width(alpha).double())
     error = (soft(x) - torch.nn.functional.conv2d(x, weight, padding=1)).abs().max().item()
-    bound = soft_output_error(alpha, TAPS, weight, x)
+    bound = soft_output_error(alpha, GEOMETRY, weight, x)
     assert error <= bound
     assert error > bound / 50  # of the right order
     assert missed_mass(alpha, 2) < 1
 
 
-def test_costs_of_the_encodings_in_the_order_the_source_wants() -> None:
+def test_costs_of_the_encodings_are_ordered() -> None:
     costs = encoding_costs((32, 32), 64)
     work = {name: cost.multiply_adds for name, cost in costs.items()}
     assert work["factored"] < work["quadratic"] < work["absolute"] < work["relative"]

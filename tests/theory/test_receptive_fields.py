@@ -1,4 +1,4 @@
-"""Centres, spreads and ellipses against what is known of them."""
+"""Centres, spreads and ellipses of receptive fields against known values."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_a_content_head_against_sums_by_hand() -> None:
         assert outer.half_axes[0] >= inner.half_axes[0] > 0
 
 
-def test_a_head_that_looks_nowhere_has_no_field() -> None:
+def test_a_head_without_weight_has_no_field() -> None:
     (field,) = receptive_fields(shift((3,), (9,), border="zeros"), (3,))
     assert math.isnan(field.centre[0])
     assert field.ellipses == ()
 
 
-def test_strided_queries_are_measured_from_where_they_stand() -> None:
+def test_strided_queries_are_measured_from_their_cell() -> None:
     p = shift((7,), (3,), border="zeros", stride=(2,), queries=(3,))
     (field,) = receptive_fields(p, (7,), queries=(3,), stride=(2,), origin=(1,), at=[0, 1])
     assert field.centre == (2.0,)
@@ -67,5 +67,5 @@ def test_strided_queries_are_measured_from_where_they_stand() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ShapeError, match=r"axis 'n' must agree, but operator has 3, grid has 4"):
         receptive_fields(shift((3,), (0,)), (2, 2))
-    with pytest.raises(ShapeError, match=r"at must name some of 3 queries, but is \[3\]"):
+    with pytest.raises(ShapeError, match=r"at must hold indices of 3 queries, but is \[3\]"):
         receptive_fields(shift((3,), (0,)), (3,), at=[3])

@@ -1,4 +1,4 @@
-"""A verdict has three answers, and survives the trip through JSON."""
+"""A verdict holds, fails or does not apply; and its JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from headwise.outputs import json_text
 from headwise.theory import Verdict
 
 
@@ -41,19 +42,19 @@ def test_holds_when_measured_is_at_most_the_bound(measured: float, bound: float,
     assert verdict(measured, bound).holds is holds
 
 
-def test_a_failed_premise_makes_the_theorem_silent_whatever_was_measured() -> None:
+def test_a_theorem_does_not_apply_if_a_premise_fails() -> None:
     for measured in (0.0, 9.0):
-        silent = verdict(measured, 1.0, stochastic=True, finite=False)
-        assert silent.holds is None
-        assert silent.failed_premises == ("finite",)
-        assert str(silent) == "a <= b: silent, because not: finite"
+        result = verdict(measured, 1.0, stochastic=True, finite=False)
+        assert result.holds is None
+        assert result.failed_premises == ("finite",)
+        assert str(result) == "a <= b: does not apply, because not: finite"
 
 
 def test_words_and_json() -> None:
     assert str(verdict(1.0, 2.0)) == "a <= b: holds, 1 against 2"
     assert str(verdict(3.0, 2.0)) == "a <= b: FAILS, 3 against 2"
-    plain = json.loads(json.dumps(verdict(1.0, math.inf, real=True).to_json(), allow_nan=False))
-    expected = {"measured": 1.0, "bound": "inf", "premises": {"real": True}, "holds": True}
+    plain = json.loads(json_text(verdict(1.0, math.inf, real=True).to_json()))
+    expected = {"measured": 1.0, "bound": None, "premises": {"real": True}, "holds": True}
     assert plain == {"claim": "a <= b", "source": "nowhere", **expected}
 
 

@@ -18,7 +18,7 @@ from headwise.bench.cases import RANK, entry
 from headwise.bench.clock import Timing, in_turns, without_nan
 from headwise.errors import InputError
 from headwise.nn.builders import LearnedProjection
-from headwise.nn.linformer import ShortenedAttention
+from headwise.nn.linformer_attention import LinformerAttention
 from headwise.nn.multihead import MultiHead
 from headwise.operators import projected
 
@@ -171,7 +171,7 @@ def ours(name: str, n: int) -> nn.Module:
     """A layer of ours for n positions by its name in the table."""
     rank = min(n, RANK)
     if name == SHORTENED:
-        return ShortenedAttention(WIDTH, HEADS, n, rank, bias=False, out_bias=True)
+        return LinformerAttention(WIDTH, HEADS, n, rank, bias=False, out_bias=True)
     learned = LearnedProjection(projected, n, rank, shared=False) if name == "projected 256" else None
     return MultiHead(WIDTH, HEADS, build=learned or entry(name).build(n), bias=False, out_bias=True)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from headwise.bench.cases import ENTRIES, RECURRENT
 from headwise.bench.clock import without_nan
 from headwise.errors import HeadwiseError, InputError
-from headwise.theory.exponent import Exponent, exponent
+from headwise.theory.complexity import Exponent, exponent
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 QUICK = (256, 512, 1024)

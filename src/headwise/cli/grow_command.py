@@ -19,15 +19,15 @@ from headwise.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from headwise.growth.training import Moment
+    from headwise.growth.demo import Snapshot
 
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     out = None if options.out is None else _directory(options.out)
-    from headwise.growth.training import TASKS, train_and_grow
+    from headwise.growth.demo import TASKS, train_and_grow
 
-    moments: list[Moment] = []
+    moments: list[Snapshot] = []
     stream = train_and_grow(
         TASKS[options.task](keys=options.keys),
         steps=options.steps,
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _follow(stream: Any, moments: list[Moment], *, quiet: bool) -> None:
+def _follow(stream: Any, moments: list[Snapshot], *, quiet: bool) -> None:
     if quiet:
         moments.extend(stream)
         return
@@ -92,7 +92,7 @@ def _follow(stream: Any, moments: list[Moment], *, quiet: bool) -> None:
             live.update(_table(moments))
 
 
-def _table(moments: Sequence[Moment]) -> Table:
+def _table(moments: Sequence[Snapshot]) -> Table:
     from rich.table import Table
 
     table = Table(title="key widths over training")
@@ -115,7 +115,7 @@ def _table(moments: Sequence[Moment]) -> Table:
     return table
 
 
-def _said(m: Moment) -> str:
+def _said(m: Snapshot) -> str:
     event = m.event
     if event is None or not event.changes:
         return "nothing grows: " + ("" if event is None else event.reason)
@@ -145,11 +145,11 @@ def _write(path: Path, how: Callable[[Path], None]) -> Path:
     return path
 
 
-def _dump(path: Path, moments: Sequence[Moment]) -> None:
+def _dump(path: Path, moments: Sequence[Snapshot]) -> None:
     path.write_text(json.dumps([m.to_dict() for m in moments], indent=2), encoding="utf-8")
 
 
-def _figure(out: Path, moments: Sequence[Moment]) -> Path:
+def _figure(out: Path, moments: Sequence[Snapshot]) -> Path:
     """A row for every head, cut where it grew, shaded and labelled by its width; the loss beneath."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from headwise.convolution.convert import convert, to_convolution
-from headwise.convolution.kernel_heads import exact, soft, soft_grid
+from headwise.convolution.convert import convert, exact, soft, soft_separable, to_convolution
+from headwise.convolution.receptive_field_recorder import (
+    ReceptiveFieldRecorder,
+    layer_receptive_fields,
+    model_receptive_fields,
+)
 
-__all__ = ["convert", "exact", "soft", "soft_grid", "to_convolution"]
+__all__ = [
+    "ReceptiveFieldRecorder",
+    "convert",
+    "exact",
+    "layer_receptive_fields",
+    "model_receptive_fields",
+    "soft",
+    "soft_separable",
+    "to_convolution",
+]

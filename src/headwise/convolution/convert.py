@@ -1,141 +1,238 @@
-"""conv(X) = sum over taps t of shift_t(X) W_t + b: any trained convolution as attention with one head a tap, and back.
+"""conv(X) = sum over kernel cells h of shift_h(X) W_h + b: a convolution as attention with one head per kernel cell.
 
 Theorem 1 of Cordonnier, Loukas & Jaggi 2020, for every kernel, stride, dilation, padding, border and grouping of
-`nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`.  The heads are hard shifts (`exact`, equal to rounding) or quadratic softmax
-heads with trainable centres (`soft(alpha)`, error about 20 exp(-alpha)).  What is given is never changed: a new module
-comes back, and a receipt.
+`nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`.  Modes choose the heads: shifts (`exact`, equal to the convolution), or
+quadratic softmax heads with trainable centres (`soft(alpha)`, relative error about 20 exp(-alpha)).  The given module
+is not modified: `convert` returns a new module and a receipt.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from headwise.convolution.kernel_heads import Mode, exact, rewritten, taps_of
 from headwise.cost import Cost
 from headwise.errors import InputError, UnsupportedError
-from headwise.models.probe import largest_change, layer_probe, multiply_adds, parameters
-from headwise.models.receipt import Left, Receipt
-from headwise.nn.tap_layers import ShiftAttention, TapLayer
-from headwise.nn.taps import FILL
+from headwise.models.receipt import Left, Receipt, counted_cost, evaluate, largest_change, parameter_count
+from headwise.nn.relative_attention import (
+    PAD_MODES,
+    ConvolutionGeometry,
+    QuadraticAttention,
+    RelativeAttention,
+    SeparableQuadraticAttention,
+    ShiftAttention,
+)
+from headwise.operators.relative.quadratic import log_width
+from headwise.operators.relative.shift import Border
 
-CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 WHY_NOT_TRANSPOSED = (
-    "a transposed convolution spreads each input over the kernel, so an output cell adds up a varying number of taps: "
-    "its heads are columns of P, not rows, and no softmax over the keys is equal to it; upsample and convolve instead"
+    "a transposed convolution spreads each input over the kernel, so an output cell sums a varying number of kernel "
+    "cells: its heads are columns of P, not rows, and no softmax over the keys equals it; upsample and convolve instead"
 )
+
+Mode = Callable[[ConvolutionGeometry, Tensor, Tensor | None], RelativeAttention]
+"""`(geometry, weight, bias) -> layer` with the weight and bias of the convolution: `exact`, `soft(alpha)`, ..."""
+
+
+def exact(geometry: ConvolutionGeometry, weight: Tensor, bias: Tensor | None) -> ShiftAttention:
+    """Mode: heads that shift, equal to the convolution and as fast."""
+    return ShiftAttention(geometry, weight, bias)
+
+
+def soft(alpha: float) -> Mode:
+    """Mode: quadratic softmax heads of sharpness alpha at the kernel cells; centres and widths are parameters.
+
+    The relative error of the output is about 20 exp(-alpha), gradients of centres are of order alpha exp(-alpha): 5 or
+    6 can be trained, at 20 the centres no longer move.
+    """
+    _check_alpha(alpha)
+
+    def build(geometry: ConvolutionGeometry, weight: Tensor, bias: Tensor | None) -> QuadraticAttention:
+        axes = zip(geometry.kernel_size, geometry.dilation, strict=True)
+        cells = torch.cartesian_prod(*(torch.arange(k, dtype=torch.float64) * d for k, d in axes))
+        centres = cells.reshape(geometry.heads, -1).to(weight)
+        return QuadraticAttention(geometry, weight, bias, centres=centres, log_widths=log_width(alpha).to(weight))
+
+    return build
+
+
+def soft_separable(alpha: float) -> Mode:
+    """Mode: as `soft`, with centres shared along each axis: K row, one channel and K column products, not K^2 heads."""
+    _check_alpha(alpha)
+    return lambda geometry, weight, bias: SeparableQuadraticAttention(geometry, weight, bias, alpha=alpha)
 
 
 def convert(module: nn.Module, mode: Mode = exact, *, probe: Tensor | None = None) -> tuple[nn.Module, Receipt]:
-    """One convolution, or every convolution inside a model, as attention; and what changed.
+    """A convolution, or a copy of a model with every convolution in it, as attention; and a receipt.
 
-    `probe` is an input of the module: the receipt's costs and its largest change are measured on it.  Without one, each
-    layer is probed by itself with standard normal numbers.
+    `probe` is an input of the module, on which the receipt's costs and largest change are measured.  Without it, each
+    layer is measured by itself on standard normal numbers.
 
     >>> layer, receipt = convert(nn.Conv2d(3, 8, 3, padding=1))
     >>> receipt.largest_change < 1e-5, receipt.parameters_before == receipt.parameters_after
     (True, True)
     """
-    why = refusal(module)
-    if isinstance(module, TRANSPOSED):
-        raise UnsupportedError(f"convert: {type(module).__name__}: {why}")
-    if why is None:
-        return _convert_layer("convolution", module, mode, probe)
-    if isinstance(module, tuple(CONVOLUTIONS)):
-        raise UnsupportedError(f"convert: {type(module).__name__}: {why}")
+    reason = _why_not(module)
+    if reason is None:
+        return _convert_layer("convolution", cast(Convolution, module), mode, probe)
+    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+        raise UnsupportedError(f"convert: {type(module).__name__}: {reason}")
     return _convert_model(module, mode, probe)
 
 
-def refusal(module: nn.Module) -> str | None:
-    """Why this module is not converted, None where it is a convolution that is."""
+def to_convolution(module: nn.Module) -> nn.Module:
+    """A copy with every ShiftAttention as a convolution again; the kernels are equal bit by bit."""
+    if isinstance(module, ShiftAttention):
+        return _convolution_from(module)
+    if isinstance(module, RelativeAttention):
+        raise UnsupportedError(
+            f"to_convolution: the heads of {type(module).__name__} spread over several cells, which no kernel of the "
+            "same size does; convert with mode=exact, or read its rounded centres"
+        )
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, ShiftAttention)}
+    if not layers:
+        raise InputError(f"to_convolution: {type(module).__name__} holds no ShiftAttention layer")
+    return _with_layers(module, {name: _convolution_from(layer) for name, layer in layers.items()})
+
+
+def geometry_of(module: Convolution) -> ConvolutionGeometry:
+    return ConvolutionGeometry.from_torch(
+        module.in_channels,
+        module.kernel_size,
+        module.stride,
+        module.dilation,
+        cast("str | tuple[int, ...]", module.padding),
+        cast(Border, module.padding_mode),
+        module.groups,
+    )
+
+
+def default_probe(geometry: ConvolutionGeometry, like: Tensor) -> Tensor:
+    """Standard normal numbers (seeded) on the smallest map with three queries along each axis."""
+    sides = []
+    for reach, stride, (before, after) in zip(geometry.reach, geometry.stride, geometry.padding, strict=True):
+        # reflect and circular borders also need a map wider than their padding
+        sides.append(max(1, reach + 1 + 2 * stride - before - after, before + 1, after + 1))
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, geometry.in_channels, *sides, generator=generator).to(like)
+
+
+def attention_from_kernel(
+    name: str,
+    geometry: ConvolutionGeometry,
+    weight: Tensor,
+    bias: Tensor | None,
+    mode: Mode,
+    probe: Tensor,
+    expected: Tensor,
+) -> tuple[RelativeAttention, Receipt]:
+    """The attention layer of one kernel and its receipt; `expected` is the convolution of the probe."""
+    with torch.no_grad():
+        layer = mode(geometry, weight.clone(), None if bias is None else bias.clone())
+        output = layer(probe)
+    layer.weight.requires_grad_(weight.requires_grad)
+    if layer.bias is not None and bias is not None:
+        layer.bias.requires_grad_(bias.requires_grad)
+    maps = probe.shape[0] if probe.dim() == geometry.axes + 2 else 1
+    grid = tuple(probe.shape[-geometry.axes :])
+    uneven = any(before != after for before, after in geometry.padding)
+    receipt = Receipt(
+        what=name,
+        parameters_before=weight.numel() + (0 if bias is None else bias.numel()),
+        parameters_after=parameter_count(layer),
+        cost_before=Cost(maps * math.prod(expected.shape[-geometry.axes :]) * weight.numel()),
+        cost_after=layer.cost(grid).times(maps),
+        largest_change=(output - expected).abs().max().item(),
+        scale=expected.abs().max().item(),
+        notes=("padding='same' with an odd reach: one cell more is padded after the map than before it",)
+        if uneven
+        else (),
+    )
+    return layer, receipt
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 < alpha < float("inf"):
+        raise InputError(f"soft: alpha must be a positive number, but is {alpha}")
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why this module cannot be converted; None for a convolution that can."""
     if isinstance(module, TRANSPOSED):
         return WHY_NOT_TRANSPOSED
     if isinstance(module, LazyModuleMixin):
         return "it has no weights yet: run it once on an input"
     if is_parametrized(module):
         return "its weight is computed by a parametrization: remove it with torch.nn.utils.parametrize first"
-    axes = CONVOLUTIONS.get(type(module))
-    if axes is None:
+    if type(module) not in CONVOLUTIONS:
         return f"{type(module).__name__} may compute something else than nn.Conv1d, nn.Conv2d or nn.Conv3d"
-    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    module = cast(Convolution, module)
     if not module.weight.dtype.is_floating_point:
         return f"its weights are {module.weight.dtype}, not real floating point"
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks):
+    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
         return "it carries hooks, which would be lost: remove them first (weight_norm and spectral_norm are hooks)"
-    if module.padding_mode not in FILL:
-        return f"its padding mode {module.padding_mode!r} is not one of {', '.join(FILL)}"
+    if module.padding_mode not in PAD_MODES:
+        return f"its padding mode {module.padding_mode!r} is not one of {', '.join(PAD_MODES)}"
     return None
 
 
-def to_convolution(module: nn.Module) -> nn.Module:
-    """Back to convolutions, with the same kernel bit by bit, where all heads are shifts; models are walked."""
-    if isinstance(module, ShiftAttention):
-        return _to_layer(module)
-    if isinstance(module, TapLayer):
-        raise UnsupportedError(
-            f"to_convolution: the heads of {type(module).__name__} spread over several cells, and no kernel of the "
-            "same size does that; convert with mode=exact, or read its rounded centres"
-        )
-    found = [name for name, part in module.named_modules() if isinstance(part, ShiftAttention)]
-    if not found:
-        raise InputError(f"to_convolution: {type(module).__name__} holds no ShiftAttention layer")
-    return _replaced(module, {name: _to_layer(module.get_submodule(name)) for name in found})
-
-
-def _convert_layer(what: str, module: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[TapLayer, Receipt]:
-    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-    taps = taps_of(module)
-    probe = layer_probe(taps, module.weight) if probe is None else probe
-    taps.extend(f"convert: {what}", probe, module.weight)  # complains of a probe that does not fit
+def _convert_layer(
+    name: str, module: Convolution, mode: Mode, probe: Tensor | None
+) -> tuple[RelativeAttention, Receipt]:
+    geometry = geometry_of(module)
+    probe = default_probe(geometry, module.weight) if probe is None else probe
+    geometry.check_input(f"convert: {name}", probe, module.weight)
     with torch.no_grad():
         expected = module(probe)
-    new, receipt = rewritten(what, taps, module.weight, module.bias, mode, probe=probe, expected=expected)
-    return new.train(module.training), receipt
+    layer, receipt = attention_from_kernel(name, geometry, module.weight, module.bias, mode, probe, expected)
+    return layer.train(module.training), receipt
 
 
 def _convert_model(model: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[nn.Module, Receipt]:
-    new_layers: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     parts: list[Receipt] = []
     left: list[Left] = []
     tied = _tied(model)
     for name, part in model.named_modules():
-        why = refusal(part)
-        if why is not None:
-            if isinstance(part, (*CONVOLUTIONS, *TRANSPOSED)):
-                left.append(Left(name, why))
-        elif name in tied:
-            left.append(Left(name, f"its weight is also that of {tied[name]}, and a converted one would not be"))
-        else:
-            new_layers[name], receipt = _convert_layer(name, part, mode, None)
+        reason = _why_not(part)
+        if reason is None and name in tied:
+            reason = f"its weight is also that of {tied[name]}, and a converted one would not be"
+        if reason is None:
+            layers[name], receipt = _convert_layer(name, cast(Convolution, part), mode, None)
             parts.append(receipt)
-    if not new_layers:
-        said = "; ".join(f"{entry.what}: {entry.why}" for entry in left) or "it holds no nn.Conv1d, Conv2d or Conv3d"
-        raise InputError(f"convert: nothing to convert in {type(model).__name__}: {said}")
-    new = _replaced(model, new_layers)
+        elif isinstance(part, (*CONVOLUTIONS, *TRANSPOSED)):
+            left.append(Left(name, reason))
+    if not layers:
+        reasons = "; ".join(f"{entry.what}: {entry.why}" for entry in left)
+        reasons = reasons or "it holds no nn.Conv1d, nn.Conv2d or nn.Conv3d"
+        raise InputError(f"convert: nothing to convert in {type(model).__name__}: {reasons}")
+    new = _with_layers(model, layers)
     if probe is None:
-        # the whole was not run: its change is that of the layer that changed most
         worst = max(parts, key=lambda receipt: receipt.largest_change)
         change, scale = worst.largest_change, worst.scale
-        costs = (
-            Cost(sum(part.cost_before.multiply_adds for part in parts)),
-            Cost(sum(part.cost_after.multiply_adds for part in parts)),
-        )
-        notes = ("no probe was given: costs are sums and the change is the largest over the layers, each by itself",)
+        cost_before = Cost(sum(part.cost_before.multiply_adds for part in parts))
+        cost_after = Cost(sum(part.cost_after.multiply_adds for part in parts))
+        notes = ("no probe was given: costs are sums, and the change is the largest, over layers measured separately",)
     else:
-        change, scale = largest_change(model, new, probe)
-        costs, notes = (multiply_adds(model, probe), multiply_adds(new, probe)), ()
+        change, scale = largest_change(lambda: evaluate(model, probe), lambda: evaluate(new, probe))
+        cost_before, cost_after = (counted_cost(lambda m=m: evaluate(m, probe)) for m in (model, new))
+        notes = ()
     receipt = Receipt(
         what=type(model).__name__,
-        parameters_before=parameters(model),
-        parameters_after=parameters(new),
-        cost_before=costs[0],
-        cost_after=costs[1],
+        parameters_before=parameter_count(model),
+        parameters_after=parameter_count(new),
+        cost_before=cost_before,
+        cost_after=cost_after,
         largest_change=change,
         scale=scale,
         parts=tuple(parts),
@@ -145,50 +242,41 @@ def _convert_model(model: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[
     return new, receipt
 
 
-def _replaced(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
-    """A copy of the model with some of its layers replaced; a layer used in several places stays one layer."""
+def _with_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
+    """A copy of the model with some layers replaced; a layer used in several places stays one layer."""
     memo: dict[int, object] = {id(model.get_submodule(name)): layer for name, layer in layers.items()}
     return copy.deepcopy(model, memo)
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Names of convolutions whose parameters are also another module's -> the other's name."""
+    """Names of modules that share a parameter with another module -> the other's name."""
     owners: dict[int, list[str]] = {}
     for name, part in model.named_modules():
         for parameter in part.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
-    return {
-        name: next(other for other in names if other != name)
-        for names in owners.values()
-        if len(names) > 1
-        for name in names
-    }
+    return {name: next(n for n in names if n != name) for names in owners.values() if len(names) > 1 for name in names}
 
 
-def _to_layer(module: nn.Module) -> nn.Module:
-    assert isinstance(module, ShiftAttention)
-    t = module.taps
-    kind = {axes: cls for cls, axes in CONVOLUTIONS.items()}[len(t.kernel)]
-    even = all(before == after for before, after in t.padding)
-    conv = kind(
-        t.channels,
-        module.outputs,
-        t.kernel,
-        stride=t.stride,
-        padding=tuple(before for before, _ in t.padding) if even else "same",
-        dilation=t.dilation,
-        groups=t.groups,
-        bias=module.bias is not None,
-        padding_mode=t.border,
+def _convolution_from(layer: ShiftAttention) -> nn.Module:
+    g = layer.geometry
+    even = all(before == after for before, after in g.padding)
+    conv = CONVOLUTIONS[g.axes - 1](
+        g.in_channels,
+        layer.out_channels,
+        g.kernel_size,  # pyright: ignore[reportArgumentType]
+        stride=g.stride,  # pyright: ignore[reportArgumentType]
+        padding=tuple(before for before, _ in g.padding) if even else "same",  # pyright: ignore[reportArgumentType]
+        dilation=g.dilation,  # pyright: ignore[reportArgumentType]
+        groups=g.groups,
+        bias=layer.bias is not None,
+        padding_mode=g.border,
         device="meta",
     )
-    conv.weight = nn.Parameter(
-        module.weight.detach().permute(1, 2, 0).unflatten(-1, t.kernel).clone(), module.weight.requires_grad
-    )
-    if module.bias is not None:
-        conv.bias = nn.Parameter(module.bias.detach().clone(), module.bias.requires_grad)
-    if not even and taps_of(conv) != t:
+    if geometry_of(conv) != g:
         raise UnsupportedError(
-            f"to_convolution: padding {t.padding} differs before and after, which no nn.Conv{len(t.kernel)}d has"
+            f"to_convolution: padding {g.padding} differs before and after, which nn.Conv{g.axes}d does not support"
         )
-    return conv.train(module.training)
+    conv.weight = nn.Parameter(layer.weight.detach().clone(), layer.weight.requires_grad)
+    if layer.bias is not None:
+        conv.bias = nn.Parameter(layer.bias.detach().clone(), layer.bias.requires_grad)
+    return conv.train(layer.training)

@@ -1,21 +1,23 @@
 """Find heads whose query/key width is too small, and add the best dimensions."""
 
-from headwise.growth.adopt import adopt
 from headwise.growth.grower import Grower
-from headwise.growth.growth_event import GrowthEvent, HeadChange, HeadScore
-from headwise.growth.refit import refit
-from headwise.growth.solve import Factors, Problem, closed_form, fisher_form, shrink
+from headwise.growth.growth_event import GrowthEvent, HeadGrowth, HeadScore
+from headwise.growth.metric import Metric, register_metric
+from headwise.growth.problem import Factors, Problem
+from headwise.growth.solve import Solution, WeightPath, closed_form, refit, shrink
 
 __all__ = [
     "Factors",
     "Grower",
     "GrowthEvent",
-    "HeadChange",
+    "HeadGrowth",
     "HeadScore",
+    "Metric",
     "Problem",
-    "adopt",
+    "Solution",
+    "WeightPath",
     "closed_form",
-    "fisher_form",
     "refit",
+    "register_metric",
     "shrink",
 ]

@@ -7,8 +7,8 @@
         optimizer.step(); optimizer.zero_grad()
     event = grower.grow(loss=lambda: step(held_out))
 
-`observe` adds the finished backward pass to the statistics, `grow` solves for new dimensions (solve.py, refit.py),
-searches the step on the held-out loss (search.py), and replaces parameters and optimizer state together.
+`observe` adds the finished backward pass to the statistics, `grow` solves for new dimensions (solve.py), searches the
+step on the held-out loss (line_search.py), and replaces parameters and optimizer state together.
 """
 
 from __future__ import annotations
@@ -23,43 +23,29 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headwise.errors import InputError
-from headwise.growth.choose import Key, choose, rank
-from headwise.growth.gram_roots import root
-from headwise.growth.growth_event import GrowthEvent, HeadChange, HeadScore
-from headwise.growth.head_weights import factors, parameters
-from headwise.growth.line_search import Found, Loss, install_all, measure, preserving, search, without_loss
+from headwise.growth.bottleneck import HeadKey, bottleneck, choose, rank
+from headwise.growth.growth_event import GrowthEvent, HeadGrowth, HeadScore
+from headwise.growth.head_weights import by_layer, factors, install_all, parameters
+from headwise.growth.line_search import Loss, SearchPoint, measure, search, trusted_step
+from headwise.growth.metric import DAMPING, root, roots
 from headwise.growth.optimizer_state import PACE, calibrate, exchange, holds
-from headwise.growth.refit import refit
-from headwise.growth.solve import (
-    DAMPING,
-    Factors,
-    Problem,
-    Solution,
-    bottleneck,
-    closed_form,
-    fisher_form,
-    metrics,
-    predicted_change,
-    score_change,
-    shrink,
-)
+from headwise.growth.problem import Factors, Problem
+from headwise.growth.solve import Solution, predicted_change, preserving, score_change, shrink, solution_names
 from headwise.growth.statistics import LayerStatistics
 from headwise.growth.watch import Watch
 from headwise.nn.multihead import MultiHead
 
-SOLUTIONS: tuple[Solution, ...] = (closed_form, fisher_form, refit)
-
 LEAST_GAIN = 0.01
-"""Of the held-out loss: an automatic growth that brings less is not made."""
+"""Share of the held-out loss: an automatic growth that gains less is not made."""
 
 
 @final
 class Grower:
-    """Watches every MultiHead of `model` whose queries and keys learn.
+    """Watches every trainable MultiHead of `model`, and widens heads where their query/key width limits the loss.
 
-    `rows`    query rows a sequence and batch whose scores are differentiated (drawn at random); None for all
-    `memory`  bytes of tokens kept a layer for the refit and the Fisher metric; beyond them Gram matrices are clustered
-    `pace`    how much faster than old directions new ones start, under optimizers with second moments (see state.py)
+    `rows`    query rows per sequence and batch whose scores are differentiated (drawn at random); None for all
+    `memory`  bytes of tokens stored per layer for the refit and the Fisher metric; Gram matrices beyond are clustered
+    `pace`    how much faster than old directions new ones start, under optimizers such as Adam (optimizer_state.py)
     `group`   the processes that train together; statistics are reduced over them, so that all grow alike
     """
 
@@ -87,8 +73,8 @@ class Grower:
         }
         if not self.layers:
             raise InputError(
-                "Grower: the model has no MultiHead layer that learns; convert its attention with MultiHead.from_torch "
-                "or headwise.growth.adopt first"
+                "Grower: the model has no trainable MultiHead layer; convert its attention with MultiHead.from_torch "
+                "or headwise.models.adopt first"
             )
         for name, layer in self.layers.items():
             for (part, kind), parameter in parameters(layer).items():
@@ -111,96 +97,88 @@ class Grower:
     def observe(self, scale: float = 1.0) -> None:
         """Add the backward pass that just finished to the statistics.
 
-        `scale` is what the loss was multiplied by before backward, such as `scaler.get_scale()`.
+        `scale` is the factor that the loss was multiplied by before backward, such as `scaler.get_scale()`.
         """
-        calls = {name: watch.take() for name, watch in self._watches.items()}
-        if not any(calls.values()):
+        passes = {name: watch.take() for name, watch in self._watches.items()}
+        if not any(passes.values()):
             raise InputError(
                 "observe: no backward pass has reached an attention layer since the last call; call observe() after "
                 "loss.backward(), with a loss that depends on the model's output"
             )
         if self._reduced:
             self.reset()
-        for name, done in calls.items():
-            for call in done:
-                LayerStatistics.check(call, name)
-        for name, done in calls.items():
-            for call in done:
-                self.statistics[name].add(call, bias=self.layers[name].query.bias is not None, scale=scale)
+        for name, observed in ((name, x) for name, done in passes.items() for x in done):
+            LayerStatistics.check(observed, name)  # all are checked before any is added
+        for name, observed in ((name, x) for name, done in passes.items() for x in done):
+            self.statistics[name].add(observed, bias=self.layers[name].query.bias is not None, scale=scale)
 
-    def scores(self) -> list[HeadScore]:
-        """Every head's bottleneck, the highest first."""
-        return rank(self._problems())
+    def scores(self, metric: str = "gram") -> list[HeadScore]:
+        """Every head's bottleneck in a registered metric, the highest first."""
+        return rank(self._problems(), metric)
 
     def grow(
         self,
         p: int | Literal["auto"] = "auto",
-        heads: Sequence[Key] | Literal["auto"] = "auto",
+        heads: Sequence[HeadKey] | Literal["auto"] = "auto",
         *,
         loss: Loss | None = None,
-        solutions: Sequence[Solution] = SOLUTIONS,
+        metric: str = "gram",
+        solutions: Sequence[str | Solution] | None = None,
     ) -> GrowthEvent:
-        """Widen `heads` by `p` dimensions each; "auto" lets the data decide both, and may decide for nothing.
+        """Widen `heads` by `p` dimensions each; "auto" chooses both from the data, and may choose to change nothing.
 
-        `loss` returns the loss on data held out from `observe`; it is called about ten times a solution, in evaluation
-        mode and from one random state.  Without it the first solution is taken at a small trusted step.
+        `loss` returns the loss on data held out from `observe`; it is called about ten times per solution, in
+        evaluation mode and from one random state.  Without it the first solution is taken at a small trusted step.
+        `metric` is the registered metric in which heads and dimensions are chosen.  `solutions` are tried in turn, by
+        name or as functions: by default the closed form in every registered metric, and a refit of all weights.
         """
         problems = self._problems()
-        plan = choose(problems, p, heads)
-        if not plan:
+        widths = choose(problems, p, heads, metric)
+        if not widths:
             return GrowthEvent((), "no head has a direction that two halves of the data agree on")
-        before = None if loss is None else measure(self.model, loss, self.group)
-        chosen = {key: problems[key] for key in plan}
-        if loss is None or before is None:
-            found = without_loss(chosen, plan, solutions[0])
-        else:
-            found = search(self.model, self.layers, chosen, plan, solutions, loss, self.group)
-            if heads == "auto" and found.loss > before - LEAST_GAIN * abs(before):
-                gain = found.loss - before
-                reason = f"the best step changes the held-out loss by {gain:+.2e}, less than 1 % of {before:.4g}"
-                return GrowthEvent((), reason, loss_before=before, loss_after=before, tried=found.tried)
-            if found.loss >= before and preserving_is_better(solutions):
-                silent = search(self.model, self.layers, chosen, plan, (preserving,), loss, self.group)
-                found = Found(silent.solution, silent.weights, 0.0, silent.loss, found.tried + silent.tried)
-        return self._commit(chosen, found, before)
+        chosen = {key: problems[key] for key in widths}
+        requested = solution_names() if solutions is None else solutions
+        if loss is None:
+            return self._commit(chosen, trusted_step(chosen, widths, requested[0]), None)
+        before = measure(self.model, loss, self.group)
+        best = search(self.model, self.layers, chosen, widths, requested, loss, self.group)
+        if heads == "auto" and best.loss > before - LEAST_GAIN * abs(before):
+            gain = best.loss - before
+            reason = f"the best step changes the held-out loss by {gain:+.2e}, less than 1 % of {before:.4g}"
+            return GrowthEvent((), reason, loss_before=before, loss_after=before, tried=best.tried)
+        if best.loss >= before and solutions is None:  # solutions given by the caller are installed in any case
+            silent = search(self.model, self.layers, chosen, widths, (preserving,), loss, self.group)
+            best = replace(silent, tau=0.0, tried=best.tried + silent.tried)
+        return self._commit(chosen, best, before)
 
-    def shrink(self, p: int, heads: Sequence[Key], *, loss: Loss | None = None) -> GrowthEvent:
+    def shrink(self, p: int, heads: Sequence[HeadKey], *, loss: Loss | None = None) -> GrowthEvent:
         """Drop the p directions of each head whose removal changes its scores least."""
         problems = self._problems()
-        missing = [key for key in heads if key not in problems]
-        if missing:
-            raise InputError(f"shrink: there is no head {missing[0]!r} with statistics; observe() a batch first")
+        for key in heads:
+            if key not in problems:
+                raise InputError(f"shrink: there is no head {key!r} with statistics; observe() a batch first")
         chosen = {key: problems[key] for key in heads}
         weights = {key: shrink(problem, p) for key, problem in chosen.items()}
         before = None if loss is None else measure(self.model, loss, self.group)
         tau = sum(score_change(chosen[key], w) ** 2 for key, w in weights.items()) ** 0.5
-        found = Found("shrink", weights, tau, float("nan"), ())
-        return self._commit(chosen, found, before, loss)
+        return self._commit(chosen, SearchPoint("shrink", weights, tau, float("nan")), before, loss)
 
     def _commit(
-        self, chosen: Mapping[Key, Problem], found: Found, before: float | None, loss: Loss | None = None
+        self, chosen: Mapping[HeadKey, Problem], point: SearchPoint, before: float | None, loss: Loss | None = None
     ) -> GrowthEvent:
-        """Install the weights, move the optimizer along, forget the statistics of the function that was."""
-        weights = found.weights
+        """Install the weights, exchange the optimizer's state, reset the statistics."""
+        weights = point.weights
         count = sum(p.numel() for p in self.model.parameters())
-        changes = tuple(self._change(key, chosen[key], weights[key]) for key in weights)
+        changes = tuple(_head_growth(key, chosen[key], weights[key]) for key in weights)
         predicted = sum(predicted_change(chosen[key], weights[key]) for key in weights)
-        calibrated = {key: calibrate(chosen[key], weights[key], self.pace) for key in weights}
+        calibrated = by_layer({key: calibrate(chosen[key], weights[key], self.pace) for key in weights})
         installed = install_all(self.layers, weights)
-        self._broadcast(list(dict.fromkeys(layer for layer, _ in weights)))
-        exchanged = []
-        for one in installed:
-            name = next(name for name, layer in self.layers.items() if layer is one.layer)
-            heads = {head: c for (layer, head), c in calibrated.items() if layer == name}
-            exchanged.append(exchange(self.optimizer, one, heads))
-        after = found.loss
-        if before is not None and loss is not None:
-            after = measure(self.model, loss, self.group)
+        self._broadcast(list(installed))
+        undoable = [exchange(self.optimizer, one, calibrated[name]) for name, one in installed.items()]
+        after = point.loss if loss is None else measure(self.model, loss, self.group)
 
         def undo() -> None:
-            for one in exchanged:
-                one.undo()
-            for one in installed:
+            for one in (*undoable, *installed.values()):
                 one.undo()
             self.reset()
 
@@ -208,50 +186,43 @@ class Grower:
         self._retire_wrapper()
         return GrowthEvent(
             changes,
-            "asked for" if found.solution == "shrink" else "the present width cannot give what the loss asks for",
-            found.solution,
-            found.tau,
+            "requested" if point.solution == "shrink" else "the present width limits the loss",
+            point.solution,
+            point.tau,
             predicted,
             before,
             None if before is None else after,
             sum(p.numel() for p in self.model.parameters()) - count,
-            found.tried,
+            point.tried,
             undo,
         )
 
-    def _change(self, key: Key, problem: Problem, grown: Factors) -> HeadChange:
-        q, k = metrics(problem)
-        later = replace(problem, present=grown)
-        scores = (bottleneck(x, problem.moment, q, k).score for x in (problem, later))
-        return HeadChange(*key, problem.present.width, grown.width, *scores)
-
-    def _problems(self) -> dict[Key, Problem]:
-        """One problem a head with statistics, weights as they are now; the metric is shared by the heads of a layer."""
+    def _problems(self) -> dict[HeadKey, Problem]:
+        """One problem per head with statistics and its present weights; heads of a layer share their metric."""
         if not self._reduced:
             for statistics in self.statistics.values():
                 statistics.reduce(self.group)
             self._reduced = True
-        problems: dict[Key, Problem] = {}
+        problems: dict[HeadKey, Problem] = {}
         for name, statistics in self.statistics.items():
             if statistics.weight == 0:
                 continue
             gram_q, gram_k = statistics.means()
-            roots = root(gram_q, DAMPING), root(gram_k, DAMPING)
+            layer_roots = root(gram_q, DAMPING), root(gram_k, DAMPING)
             shares = statistics.shares
-            # a fold that saw nothing stays zero, and has no weight
+            # a fold without data stays zero, and has no weight
             folds = statistics.folds / shares.where(shares > 0, torch.ones_like(shares))[:, None, None, None]
             for head in range(self.layers[name].heads):
-                present = factors(self.layers[name], head)
                 problems[name, head] = Problem(
                     folds[:, head : head + 1],
                     shares,
-                    present,
+                    factors(self.layers[name], head),
                     gram_q,
                     gram_k,
-                    statistics.kept,
-                    statistics.atoms,
+                    statistics.stored,
+                    statistics.clusters,
                     statistics.biased,
-                    roots,
+                    layer_roots,
                 )
         if not problems:
             raise InputError(
@@ -268,7 +239,7 @@ class Grower:
                 dist.broadcast(parameter.data, 0, group=self.group)
 
     def _retire_wrapper(self) -> None:
-        """A DistributedDataParallel made before growth does not know the new parameters: it must not be used again."""
+        """Make a DistributedDataParallel made before growth, which does not know the new parameters, refuse to run."""
         wrapper, self.wrapper = self.wrapper, None
         if wrapper is not None:
 
@@ -305,12 +276,13 @@ class Grower:
             )
 
     def close(self) -> None:
-        """Take every hook off the model."""
+        """Remove every hook from the model."""
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
 
 
-def preserving_is_better(solutions: Sequence[Solution]) -> bool:
-    """Whether the caller left the choice to us; a named baseline is installed whatever it does to the loss."""
-    return tuple(solutions) == SOLUTIONS
+def _head_growth(key: HeadKey, problem: Problem, grown: Factors) -> HeadGrowth:
+    q, k = roots(problem)
+    before, after = (bottleneck(x, problem.descent, q, k).score for x in (problem, replace(problem, present=grown)))
+    return HeadGrowth(*key, problem.present.width, grown.width, before, after)

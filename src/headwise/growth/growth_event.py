@@ -1,16 +1,21 @@
-"""What a growth did: values to print, to log, to take back."""
+"""The results of growth: how narrow each head is, and what one growth step changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, final
 
 
 @final
 @dataclass(frozen=True)
 class HeadScore:
-    """How much one head wants to be wider: ||R||^2, its cross-validated form, its share of the whole wish."""
+    """How much a head is limited by its query/key width.
+
+    bottleneck  ||R||^2, noise included (bottleneck.py)
+    validated   <R_a, R_b> over two halves of the data: the same without the noise; may be negative
+    share       validated, relative to <M_a, M_b> in the same metric: the part that the present width cannot reach
+    """
 
     layer: str
     head: int
@@ -22,7 +27,7 @@ class HeadScore:
 
 @final
 @dataclass(frozen=True)
-class HeadChange:
+class HeadGrowth:
     """One head, from width `before` to width `after`, and ||R||^2 on the same data before and after."""
 
     layer: str
@@ -36,16 +41,16 @@ class HeadChange:
 @final
 @dataclass(eq=False)
 class GrowthEvent:
-    """changes            one entry a head; empty when nothing was worth changing, and `reason` says why
-    solution           which of the solutions the line search chose
-    score_step         how far a row of scores moved (root mean square over queries), in nats
+    """changes            one entry per head; empty when nothing was changed, and `reason` says why
+    solution           the solution that the line search chose
+    score_step         root mean square change of a row of scores, in nats
     predicted          change of the loss to first order
     measured           change of the held-out loss, None when no `loss` was given
     loss_before/after  the held-out loss
     tried              (solution, score step, held-out loss) of every point of the line search
     """
 
-    changes: tuple[HeadChange, ...]
+    changes: tuple[HeadGrowth, ...]
     reason: str
     solution: str = ""
     score_step: float = 0.0
@@ -63,24 +68,16 @@ class GrowthEvent:
         return self.loss_after - self.loss_before
 
     def undo(self) -> None:
-        """Queries, keys, widths and their optimizer state as they were before; once, and nothing else is touched."""
+        """Restore queries, keys, widths and their optimizer state; a second call does nothing."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {
-            "changes": [asdict(c) for c in self.changes],
-            "reason": self.reason,
-            "solution": self.solution,
-            "score_step": self.score_step,
-            "predicted": self.predicted,
-            "measured": self.measured,
-            "loss_before": self.loss_before,
-            "loss_after": self.loss_after,
-            "parameters_added": self.parameters_added,
-        }
+        names = [f.name for f in fields(self) if f.name not in ("changes", "tried", "_undo")]
+        values = {name: getattr(self, name) for name in names}
+        return {"changes": [asdict(c) for c in self.changes], **values, "measured": self.measured}
 
     def __str__(self) -> str:
         if not self.changes:

@@ -4,25 +4,29 @@
     key.weight[head] = W_k^T,   key.bias[head] = the old one, zero for new directions
 
 The layer divides scores by sqrt(k) of the head, so a wider head has its queries multiplied by sqrt(new k): scores do
-not jump.  A key bias adds the same to every score of a row, which softmax does not see: any value is right.
+not jump.  A key bias adds the same to every score of a row, which softmax ignores, so any value is correct.
 New Parameter objects are made, because autograd graphs that are still alive remember the shapes of the old ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
-from headwise.growth.solve import Factors
+from headwise.growth.bottleneck import HeadKey
+from headwise.growth.problem import Factors
 from headwise.nn.multihead import MultiHead
 from headwise.nn.ragged_heads import head_slices
 
-NAMES = (("query", "weight"), ("query", "bias"), ("key", "weight"), ("key", "bias"))
+T = TypeVar("T")
+
+ParameterName = tuple[str, str]
+"""(linear map of the layer, weight or bias)"""
 
 
 def factors(layer: MultiHead, head: int) -> Factors:
@@ -34,75 +38,87 @@ def factors(layer: MultiHead, head: int) -> Factors:
     return Factors((wq / math.sqrt(layer.key_widths[head])).unsqueeze(0), layer.key.weight.detach()[rows].double().mT)
 
 
-def parameters(layer: MultiHead) -> dict[tuple[str, str], nn.Parameter]:
-    """The four (or two) parameters that a change of key width replaces, by name."""
-    found = {}
-    for part, kind in NAMES:
-        parameter = getattr(getattr(layer, part), kind)
-        if parameter is not None:
-            found[part, kind] = parameter
-    return found
+def parameters(layer: MultiHead) -> dict[ParameterName, nn.Parameter]:
+    """The four (or, without biases, two) parameters that a change of key width replaces, by name."""
+    linears = {"query": layer.query, "key": layer.key}
+    return {(part, name): x for part, linear in linears.items() for name, x in linear.named_parameters()}
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Installed:
-    """What a layer was before: enough to put it back."""
+class InstalledWeights:
+    """The parameters of a layer before and after a change of widths."""
 
     layer: MultiHead
     widths: tuple[int, ...]
-    before: dict[tuple[str, str], nn.Parameter]
-    after: dict[tuple[str, str], nn.Parameter]
+    before: dict[ParameterName, nn.Parameter]
+    after: dict[ParameterName, nn.Parameter]
 
     def undo(self) -> None:
         _set(self.layer, self.widths, self.before)
 
+    def write(self, weights: Mapping[int, Factors]) -> None:
+        """Overwrite the installed weights of some heads by others of the same widths, as a line search does."""
+        slices = head_slices(self.layer.key_widths)
+        with torch.no_grad():
+            for name, parameter in self.after.items():
+                if name != ("key", "bias"):
+                    for head, new in weights.items():
+                        parameter[slices[head]] = _rows(new, name, parameter).to(parameter)
 
-def install(layer: MultiHead, grown: Mapping[int, Factors]) -> Installed:
-    """Give the heads named the weights named; the others keep theirs."""
+
+def install(layer: MultiHead, weights: Mapping[int, Factors]) -> InstalledWeights:
+    """Give some heads of a layer other weights, of any width; the others keep theirs."""
     before, widths = parameters(layer), layer.key_widths
-    sizes = tuple(grown[h].width if h in grown else k for h, k in enumerate(widths))
+    sizes = tuple(weights[h].width if h in weights else k for h, k in enumerate(widths))
     after = {}
     for name, old in before.items():
-        if name == ("key", "bias"):
-            rows = [_kept_bias(old.detach()[s], k) for s, k in zip(head_slices(widths), sizes, strict=True)]
-        else:
-            rows = [
-                _rows(grown[h], name, old).to(old) if h in grown else old.detach()[s]
-                for h, s in enumerate(head_slices(widths))
-            ]
+        rows = []
+        for head, (old_rows, k) in enumerate(zip(head_slices(widths), sizes, strict=True)):
+            if name == ("key", "bias"):
+                rows.append(_resized(old.detach()[old_rows], k))
+            else:
+                rows.append(_rows(weights[head], name, old).to(old) if head in weights else old.detach()[old_rows])
         after[name] = nn.Parameter(torch.cat(rows).to(old), requires_grad=old.requires_grad)
     _set(layer, sizes, after)
-    return Installed(layer, widths, before, after)
+    return InstalledWeights(layer, widths, before, after)
 
 
-def write(installed: Installed, grown: Mapping[int, Factors]) -> None:
-    """Other numbers of the same widths into weights already installed: what a line search does."""
-    slices = head_slices(installed.layer.key_widths)
-    with torch.no_grad():
-        for name, parameter in installed.after.items():
-            if name != ("key", "bias"):
-                for head, weights in grown.items():
-                    parameter[slices[head]] = _rows(weights, name, parameter).to(parameter)
+def install_all(layers: Mapping[str, MultiHead], weights: Mapping[HeadKey, Factors]) -> dict[str, InstalledWeights]:
+    """`install` layer by layer; either all or none."""
+    done: dict[str, InstalledWeights] = {}
+    try:
+        for name, heads in by_layer(weights).items():
+            done[name] = install(layers[name], heads)
+    except BaseException:
+        for installed in done.values():
+            installed.undo()
+        raise
+    return done
 
 
-def _rows(weights: Factors, name: tuple[str, str], like: Tensor) -> Tensor:
+def by_layer(values: Mapping[HeadKey, T]) -> dict[str, dict[int, T]]:
+    """{(layer, head): value} as {layer: {head: value}}"""
+    layers: dict[str, dict[int, T]] = {}
+    for (layer, head), value in values.items():
+        layers.setdefault(layer, {})[head] = value
+    return layers
+
+
+def _rows(weights: Factors, name: ParameterName, like: Tensor) -> Tensor:
     """The rows of one parameter, in the layer's own scale."""
     if name == ("key", "weight"):
         return weights.wk.mT
     wq = weights.wq[0] * math.sqrt(weights.width)
-    if name == ("query", "bias"):
-        return wq[-1]
-    return wq[: like.shape[1]].mT
+    return wq[-1] if name == ("query", "bias") else wq[: like.shape[1]].mT
 
 
-def _kept_bias(old: Tensor, k: int) -> Tensor:
-    kept = old[:k]
-    return torch.cat([kept, kept.new_zeros(k - len(kept))])
+def _resized(bias: Tensor, k: int) -> Tensor:
+    return torch.cat([bias[:k], bias.new_zeros(max(0, k - len(bias)))])
 
 
-def _set(layer: MultiHead, sizes: tuple[int, ...], new: Mapping[tuple[str, str], nn.Parameter]) -> None:
-    for (part, kind), parameter in new.items():
-        setattr(getattr(layer, part), kind, parameter)
+def _set(layer: MultiHead, sizes: Sequence[int], new: Mapping[ParameterName, nn.Parameter]) -> None:
+    for (part, name), parameter in new.items():
+        setattr(getattr(layer, part), name, parameter)
     layer.key_heads.resize_(sizes)
     layer.query.out_features = layer.key.out_features = sum(sizes)

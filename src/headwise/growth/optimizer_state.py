@@ -1,13 +1,14 @@
-"""Optimizer moments after a head has changed its width: old directions keep theirs, new ones start from calibration.
+"""Optimizer state after a head has changed its width: old directions keep theirs, new ones start from calibration.
 
-A query row multiplied by a has its gradient divided by a, so m -> m / a and v -> v / a^2.  For new rows
+torch's names: exp_avg is the running mean m of the gradient, exp_avg_sq the running mean v of its square.  A query row
+multiplied by a has its gradient divided by a, so m -> m / a and v -> v / a^2.  For new rows
 
     m = mean gradient,   v = m^2 + (batches a fold) * variance of the gradient between folds
 
-is what the running averages would hold had the rows been there.  They have further to go than rows that have been
+is what the running means would hold had the rows been there.  They have further to go than rows that have been
 trained, so v is divided by pace^2: new rows start `pace` times as fast, and slow down as v forgets how it began.
-Zero-filled moments under an old step counter are faster still, by as much as (1 - beta_1) / sqrt(1 - beta_2) = 3.2
-learning rates at once in an old optimizer and less in a young one; a rebuilt optimizer forgets the rest.
+Zeros under an old step counter are faster still, by as much as (1 - beta_1) / sqrt(1 - beta_2) = 3.2 learning rates at
+once in an old optimizer and less in a young one; a rebuilt optimizer forgets the rest.
 The optimizer object, its groups and its schedulers stay; only the tensors inside are replaced.
 """
 
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.growth.head_weights import Installed
-from headwise.growth.solve import Factors, Problem
+from headwise.growth.head_weights import InstalledWeights, ParameterName
+from headwise.growth.problem import Factors, Problem
 from headwise.nn.ragged_heads import head_slices
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
@@ -33,48 +34,43 @@ PACE = 3.0
 """Measured on one layer (docs/grow.md): not worse than 1 at learning rates of 1e-3, 3e-3 and 1e-2, and better at the
 first two; zeros are better still at those and worse at the last."""
 
-Name = tuple[str, str]
-
 
 @final
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Mean and mean square of a batch's gradient, as rows of each parameter of one head, and how many rows are old."""
+    """Mean and mean square of a batch's gradient, as rows of each parameter of one head."""
 
-    mean: dict[Name, Tensor]
-    square: dict[Name, Tensor]
-    kept: int
-    stretch: float  # what the kept query rows were multiplied by
+    mean: dict[ParameterName, Tensor]
+    square: dict[ParameterName, Tensor]
+    old_rows: int  # rows, from the first, that are the old ones
+    stretch: float  # factor by which the old query rows were multiplied
     pace: float
 
 
 def calibrate(problem: Problem, grown: Factors, pace: float = PACE) -> Calibration:
     """From M on each fold: dL/dW_q = -M W_k, dL/dW_k = -M^T W_q, brought to the layer's own scale."""
     k, width = problem.present.width, grown.width
-    live = problem.shares > 0
-    m, shares = problem.folds[live, 0].double(), problem.shares[live].double()
-    g_q = -(m @ grown.wk).mT / math.sqrt(width)  # (f, k', d_q)
-    g_k = -(m.mT @ grown.wq[0]).mT
-    mean_q, square_q = _moments(g_q, shares)
-    mean_k, square_k = _moments(g_k, shares)
+    nonempty = problem.shares > 0
+    m, shares = problem.folds[nonempty, 0].double(), problem.shares[nonempty].double()
+    mean_q, square_q = _mean_and_square(-(m @ grown.wk).mT / math.sqrt(width), shares)  # (f, k', d_q)
+    mean_k, square_k = _mean_and_square(-(m.mT @ grown.wq[0]).mT, shares)
     same = width >= k and torch.equal(grown.wk[:, :k], problem.present.wk.double())
     same = same and torch.equal(grown.wq[..., :k], problem.present.wq.double())
 
-    def split(q: Tensor, key: Tensor) -> dict[Name, Tensor]:
+    def split(q: Tensor, key: Tensor) -> dict[ParameterName, Tensor]:
         zero = torch.zeros_like(key[:, 0])
         return {("query", "weight"): q, ("query", "bias"): q[:, -1], ("key", "weight"): key, ("key", "bias"): zero}
 
-    # where all directions are mixed anew, as after a refit or a shrinking, none of them is younger than the others
-    kept, pace = (k, pace) if same else (0, 1.0)
-    return Calibration(split(mean_q, mean_k), split(square_q, square_k), kept, math.sqrt(width / k), pace)
+    # after a refit or a shrinking all directions are mixed anew, and none of them is younger than the others
+    old_rows, pace = (k, pace) if same else (0, 1.0)
+    return Calibration(split(mean_q, mean_k), split(square_q, square_k), old_rows, math.sqrt(width / k), pace)
 
 
-def _moments(g: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_and_square(g: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     weights = (shares / shares.sum())[:, None, None]
     mean = (weights * g).sum(0)
     spread = (weights * (g - mean).square()).sum(0)
-    count = len(g)
-    noise = spread * (count / max(1, count - 1)) * shares.mean()
+    noise = spread * (len(g) / max(1, len(g) - 1)) * shares.mean()
     square = mean.square() + noise
     # few folds say little about one entry: half of the estimate is the row's own average
     return mean, (square + square.mean(-1, keepdim=True)) / 2
@@ -86,11 +82,11 @@ def holds(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Exchanged:
-    """Which parameter stood where in the optimizer, and the state it had."""
+class ExchangedState:
+    """Which parameters took whose place in the optimizer, and the state that was there."""
 
     optimizer: torch.optim.Optimizer
-    before: list[tuple[nn.Parameter, nn.Parameter, dict[str, Any]]]  # (old, new, old's state)
+    before: list[tuple[nn.Parameter, nn.Parameter, dict[str, Any]]]  # (old, new, state of the old one)
 
     def undo(self) -> None:
         for old, new, state in self.before:
@@ -101,23 +97,25 @@ class Exchanged:
 
 
 def exchange(
-    optimizer: torch.optim.Optimizer, installed: Installed, calibrated: Mapping[int, Calibration]
-) -> Exchanged:
-    """Put the new parameters in the place of the old ones, with moments that fit them."""
+    optimizer: torch.optim.Optimizer, installed: InstalledWeights, calibrated: Mapping[int, Calibration]
+) -> ExchangedState:
+    """Put the new parameters in the place of the old ones, with state that fits them."""
     before = []
     for name, old in installed.before.items():
         new = installed.after[name]
         if not holds(optimizer, old):
             if old.requires_grad:
-                raise InputError(f"Grower: the optimizer does not hold {'.'.join(name)}; give it all of the model's")
+                raise InputError(
+                    f"Grower: the optimizer does not hold {'.'.join(name)}; make it from model.parameters()"
+                )
             continue
         state = dict(optimizer.state.pop(old, {}))
         _swap(optimizer, old, new)
-        moved = _moved(state, name, old, new, installed, calibrated)
-        if moved:
-            optimizer.state[new] = moved
+        resized = _resized_state(state, name, old, new, installed, calibrated)
+        if resized:
+            optimizer.state[new] = resized
         before.append((old, new, state))
-    return Exchanged(optimizer, before)
+    return ExchangedState(optimizer, before)
 
 
 def _swap(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -125,49 +123,46 @@ def _swap(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter
         group["params"] = [new if p is old else p for p in group["params"]]
 
 
-def _moved(
+def _resized_state(
     state: dict[str, Any],
-    name: Name,
+    name: ParameterName,
     old: nn.Parameter,
     new: nn.Parameter,
-    installed: Installed,
+    installed: InstalledWeights,
     calibrated: Mapping[int, Calibration],
 ) -> dict[str, Any]:
-    shaped = {key: x for key, x in state.items() if isinstance(x, Tensor) and x.dim() > 0}
-    if any(x.shape != old.shape for x in shaped.values()):
-        return {}  # factored moments (Adafactor) have no rows to keep: the optimizer starts them anew
-    out = dict(state)
-    for key, x in shaped.items():
-        parts = zip(head_slices(installed.widths), head_slices(installed.layer.key_widths), strict=True)
+    tensors = {key: x for key, x in state.items() if isinstance(x, Tensor) and x.dim() > 0}
+    if any(x.shape != old.shape for x in tensors.values()):
+        return {}  # factored state (Adafactor) has no rows to keep: the optimizer starts it anew
+    slices = list(zip(head_slices(installed.widths), head_slices(installed.layer.key_widths), strict=True))
+    for key, x in tensors.items():
         rows = x.new_zeros(new.shape)
-        for head, (source, target) in enumerate(parts):
-            if head not in calibrated:
-                rows[target] = x[source]
-            else:
+        for head, (source, target) in enumerate(slices):
+            if head in calibrated:
                 rows[target] = _head_rows(key, x[source], rows[target], calibrated[head], name)
-        out[key] = rows
-    return out
+            else:
+                rows[target] = x[source]
+        state = {**state, key: rows}
+    return state
 
 
-def _head_rows(key: str, old: Tensor, new: Tensor, calibration: Calibration, name: Name) -> Tensor:
+def _head_rows(key: str, old: Tensor, new: Tensor, calibration: Calibration, name: ParameterName) -> Tensor:
     fresh = torch.zeros_like(new)
-    columns = new.shape[1:]
     if key in MEANS:
-        fresh = _fit(calibration.mean[name], columns).to(new)
+        fresh = _like(new, calibration.mean[name])
     elif key in SQUARES:
-        fresh = _fit(calibration.square[name], columns).to(new)
-        # a row without gradient yet (its partner is zero) borrows the pace of the old rows
-        silent = (fresh.flatten(1).sum(1) if fresh.dim() > 1 else fresh) == 0
-        fresh[silent] = old.mean()
+        fresh = _like(new, calibration.square[name])
+        # a row without gradient yet (its partner is zero) takes the average of the old rows
+        zero = (fresh.flatten(1).sum(1) if fresh.dim() > 1 else fresh) == 0
+        fresh[zero] = old.mean()
         fresh /= calibration.pace**2
-    kept = calibration.kept
-    if kept:
-        shrink = calibration.stretch if name[0] == "query" else 1.0
+    if calibration.old_rows:
+        stretch = calibration.stretch if name[0] == "query" else 1.0
         power = 2 if key in SQUARES else 1
-        fresh[:kept] = old[:kept] / shrink**power
+        fresh[: calibration.old_rows] = old[: calibration.old_rows] / stretch**power
     return fresh
 
 
-def _fit(rows: Tensor, columns: torch.Size) -> Tensor:
-    """W_q's rows carry the bias in their last column; a weight leaves it out."""
-    return rows[:, : columns[0]] if columns else rows
+def _like(new: Tensor, rows: Tensor) -> Tensor:
+    """`rows` in the dtype and shape of `new`; rows of W_q carry the bias in their last column, which a weight omits."""
+    return (rows[:, : new.shape[1]] if new.dim() > 1 else rows).to(new, copy=True)

@@ -1,39 +1,39 @@
-"""What growth needs of the data, gathered batch by batch: streaming, bounded, mergeable, reducible over processes.
+"""The statistics behind growth, gathered batch by batch in bounded memory, and reduced over processes.
 
 Per layer:
-    folds     (f, h, d_q, d_k)  sums of M_h on f disjoint parts of the sequences, so that a finding can be checked
-    gram_q    sum over query rows of x x^T
-    gram_k    sum over query rows of sum_j (x_j - mean)(x_j - mean)^T, j what the row may see
-    kept      the tokens of whole sequences, exact, up to a budget of bytes
-    atoms     beyond the budget: at most `ATOMS` clusters of Gram matrices, each sequence added to its nearest
-    probe     N(Z) of everything beyond the budget for one random Z, exact: what the error of `atoms` is measured with
-Only query rows that the loss looks at count (a row whose gradient is zero may change freely).
+    folds      (f, h, d_q, d_k)  sums of M_h on f disjoint parts of the sequences, so that results can be validated
+    gram_q     sum over query rows of x x^T
+    gram_k     sum over query rows of sum_j (x_j - mean)(x_j - mean)^T, j the keys that the row attends to
+    stored     the tokens of whole sequences, exact, up to a budget of bytes
+    clusters   beyond the budget: at most `CLUSTERS` clusters of Gram matrices, each sequence added to its nearest
+    probe      N(Z) of everything beyond the budget for one random Z, exact: to measure the error of `clusters`
+Only query rows that the loss depends on count (a row whose gradient is zero may change freely).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headwise.errors import NonFiniteError, ShapeError
-from headwise.growth.normal_equations import Atom, NormalMap, Tokens
-from headwise.growth.score_gradients import CHUNK, Call, allowed_rows, augmented, direct
-from headwise.operators.softmax import Softmax
+from headwise.errors import NonFiniteError
+from headwise.growth.normal_equations import GramCluster, NormalMap, TokenSequence, visible_rows
+from headwise.growth.watch import CHUNK, ObservedPass, augmented, score_gradients
+from headwise.operators.masks import Mask
 
-ATOMS = 16
+CLUSTERS = 16
 
 
 @final
 class LayerStatistics:
     """The running sums of one attention layer with h heads, queries d_q wide (bias included) and keys d_k wide.
 
-    `rows`    query rows a sequence whose scores are differentiated, drawn at random; None for all of them
-    `memory`  bytes of tokens kept exactly
+    `rows`    query rows per sequence whose scores are differentiated, drawn at random; None for all of them
+    `memory`  bytes of tokens stored exactly
     """
 
     def __init__(
@@ -55,73 +55,70 @@ class LayerStatistics:
         self.gram_q = torch.zeros(d_q, d_q, dtype=torch.float64, device=device)
         self.gram_k = torch.zeros(d_k, d_k, dtype=torch.float64, device=device)
         self.weight = torch.zeros((), dtype=torch.float64, device=device)  # query rows behind the Gram matrices
-        self.kept: list[Tokens] = []
-        self.atoms: list[Atom] = []
+        self.stored: list[TokenSequence] = []
+        self.clusters: list[GramCluster] = []
         self.biased = False  # scores had an additive bias, which tokens alone do not reproduce
-        self.sequences = 0
-        generator = torch.Generator().manual_seed(0)
-        self._draw = generator
-        self.z = torch.randn(d_q, d_k, generator=generator, dtype=torch.float64).to(device or "cpu")
+        self.sequence_count = 0
+        self._generator = torch.Generator().manual_seed(0)
+        self.z = torch.randn(d_q, d_k, generator=self._generator, dtype=torch.float64).to(device or "cpu")
         self.probe = torch.zeros_like(self.z)
 
     @torch.no_grad()
-    def add(self, call: Call, *, bias: bool, scale: float = 1.0) -> None:
-        """One batch.  `scale` is what the loss was multiplied by (a gradient scaler's factor)."""
-        assert isinstance(call.operator, Softmax)
-        live = call.live()
-        count = live.any(0).sum().item()
+    def add(self, observed: ObservedPass, *, bias: bool, scale: float = 1.0) -> None:
+        """Add one batch.  `bias`: queries have one; `scale`: the factor that the loss was multiplied by."""
+        live = observed.rows_with_gradient()
         rows = live.any(0).nonzero().squeeze(-1)
-        if not count:
-            self._share(live.shape[0])
+        dealt = self._deal(len(observed.x))
+        if not len(rows):
             return
         if self.rows is not None and len(rows) > self.rows:
-            chosen = torch.randperm(len(rows), generator=self._draw)[: self.rows].sort().values
+            chosen = torch.randperm(len(rows), generator=self._generator)[: self.rows].sort().values
             rows = rows[chosen.to(rows.device)]
-        # unbiased: what the chosen rows say, scaled up to all live ones
+        # unbiased: the sum over the chosen rows, scaled up to all rows with a gradient
         stretch = live.sum(1).double() / live.index_select(1, rows).sum(1).clamp(min=1).double()
-        self._moments(call, rows, stretch / scale, bias)
-        self._grams(call, rows, live, stretch, bias)
-        self._remember(call, live, bias)
+        self._add_folds(observed, rows, stretch / scale, bias, dealt)
+        self._add_grams(observed, rows, live, stretch, bias)
+        self._add_sequences(observed, live, bias)
 
     @staticmethod
-    def check(call: Call, layer: str) -> None:
-        """A NonFiniteError unless the gradient is made of numbers."""
-        if not math.isfinite(float(call.gradient.sum(dtype=torch.float64))):
-            bad = int((~call.gradient.isfinite()).sum())
+    def check(observed: ObservedPass, layer: str) -> None:
+        """Raise NonFiniteError unless the gradient is finite."""
+        gradient = observed.gradient
+        if not math.isfinite(float(gradient.sum(dtype=torch.float64))):
             raise NonFiniteError(
-                f"observe: the gradient of {layer}'s heads has {bad} non-finite of {call.gradient.numel()} entries; "
-                "nothing was added; skip this batch or lower the loss scale"
+                f"observe: the gradient of {layer}'s heads has {int((~gradient.isfinite()).sum())} non-finite of "
+                f"{gradient.numel()} entries; nothing was added; skip this batch or lower the loss scale"
             )
 
-    def _share(self, b: int) -> list[list[int]]:
-        """Sequences of this batch by fold, dealt out in turn across batches; the folds' shares of a batch grow."""
+    def _deal(self, b: int) -> list[list[int]]:
+        """Assign the sequences of a batch to folds, in turn across batches, and count them in `shares`."""
         f = len(self.shares)
-        dealt = [[i for i in range(b) if (self.sequences + i) % f == fold] for fold in range(f)]
-        self.sequences += b
+        dealt = [[i for i in range(b) if (self.sequence_count + i) % f == fold] for fold in range(f)]
+        self.sequence_count += b
         for fold, members in enumerate(dealt):
             self.shares[fold] += len(members) / b
         return dealt
 
-    def _moments(self, call: Call, rows: Tensor, weights: Tensor, bias: bool) -> None:
-        dealt = self._share(len(call.x))
-        x = augmented(call.x, bias).to(self.folds.dtype) * weights.to(self.folds)[:, None, None]
-        for part, dx in direct(call, rows):
-            asking = x.index_select(1, part)
+    def _add_folds(
+        self, observed: ObservedPass, rows: Tensor, weights: Tensor, bias: bool, dealt: list[list[int]]
+    ) -> None:
+        x = augmented(observed.x, bias).to(self.folds.dtype) * weights.to(self.folds)[:, None, None]
+        for part, dx in score_gradients(observed, rows):
+            queries = x.index_select(1, part)
             for fold, members in enumerate(dealt):
                 if members:
                     # one product over all sequences of the fold: (d_q, b r) times (h, b r, d_k)
-                    left, right = asking[members].flatten(0, 1), dx[members].transpose(0, 1).flatten(1, 2)
+                    left, right = queries[members].flatten(0, 1), dx[members].transpose(0, 1).flatten(1, 2)
                     self.folds[fold] += left.mT @ right.to(left)
 
-    def _grams(self, call: Call, rows: Tensor, live: Tensor, stretch: Tensor, bias: bool) -> None:
-        assert isinstance(call.operator, Softmax)
-        y = call.context.to(self.folds.dtype)
+    def _add_grams(self, observed: ObservedPass, rows: Tensor, live: Tensor, stretch: Tensor, bias: bool) -> None:
+        y = observed.context.to(self.folds.dtype)
         w = live.index_select(1, rows).to(y) * stretch.to(y)[:, None]  # (b, r): how many rows each stands for
-        x = augmented(call.x.index_select(1, rows), bias).to(y) * w.sqrt().unsqueeze(-1)
+        x = augmented(observed.x.index_select(1, rows), bias).to(y) * w.sqrt().unsqueeze(-1)
         x = x.flatten(0, 1)
         self.gram_q += (x.mT @ x).double()
         self.weight += live.sum()
-        if allowed_rows(call.operator, rows[:1]) is None:
+        if visible_rows(observed.mask, rows[:1]) is None:
             y = y - y.mean(1, keepdim=True)
             y = (y * w.sum(1).sqrt()[:, None, None]).flatten(0, 1)
             self.gram_k += (y.mT @ y).double()
@@ -129,9 +126,10 @@ class LayerStatistics:
         b, n = y.shape[:2]
         columns, part = y.new_zeros(b, n), max(1, CHUNK // (b * n))
         for some, weights in zip(rows.split(part), w.split(part, 1), strict=True):
-            seen = allowed_rows(call.operator, some)
-            assert seen is not None
-            a = seen.any(1).to(y).expand(b, len(some), n)
+            visible = visible_rows(observed.mask, some)
+            assert visible is not None
+            a = visible.any(-3).to(y) if visible.dim() > 2 else visible.to(y)  # of any head
+            a = a.expand(b, len(some), n)
             columns += torch.einsum("br,brn->bn", weights, a)
             sums, counts = a @ y, a.sum(-1).clamp(min=1)
             sums = (sums * (weights / counts).sqrt().unsqueeze(-1)).flatten(0, 1)
@@ -139,58 +137,59 @@ class LayerStatistics:
         y = (y * columns.sqrt().unsqueeze(-1)).flatten(0, 1)
         self.gram_k += (y.mT @ y).double()
 
-    def _remember(self, call: Call, live: Tensor, bias: bool) -> None:
-        assert isinstance(call.operator, Softmax)
-        s = call.operator.scores
-        self.biased |= s.bias is not None
-        b, every = len(call.x), live.all(1).tolist()
-        keep = None if s.keep is None else s.keep.reshape(*(1,) * (4 - s.keep.dim()), *s.keep.shape).any(1)
-        for i in range(b):
-            places = live[i].nonzero().squeeze(-1)
-            if not len(places):
+    def _add_sequences(self, observed: ObservedPass, live: Tensor, bias: bool) -> None:
+        m, causal, visible = observed.mask.m, observed.mask.causal, observed.mask.visible
+        self.biased |= observed.mask.attn_bias is not None
+        if visible is not None:
+            visible = visible.any(1)  # (b | 1, 1 | m, n): the keys of any head
+        for i, positions in enumerate(live):
+            if not bool(positions.any()):
                 continue
-            mask = None if keep is None else keep[i if len(keep) > 1 else 0]
-            if mask is not None and mask.shape[0] > 1:
-                mask = mask[places]
-            y = call.context[i]
-            if mask is not None and mask.shape[0] == 1 and s.ahead is None:
-                y, mask = y[mask[0]], None  # padding: simply not there
-            # references to what the forward pass made, where they will do: no copy, and queries are often the keys
-            x = call.x[i] if every[i] else call.x[i, places]
-            self._store(Tokens(x, y, mask, s.ahead, None if s.ahead is None else places, bias))
+            y, pairs = observed.context[i], None if visible is None else visible[i if len(visible) > 1 else 0]
+            if pairs is not None and len(pairs) == 1 and not causal:
+                y, pairs = y[pairs[0]], None  # padding keys are dropped
+            mask = Mask(m, len(y), causal, pair_mask=pairs)
+            if bool(
+                positions.all()
+            ):  # references to what the forward pass made: no copy, and queries are often the keys
+                self._store(TokenSequence(observed.x[i], y, mask, None, bias))
+            else:
+                rows = positions.nonzero().squeeze(-1)
+                self._store(TokenSequence(observed.x[i, rows], y, mask, rows, bias))
 
-    def _store(self, tokens: Tokens) -> None:
+    def _store(self, tokens: TokenSequence) -> None:
         if self.used + tokens.bytes <= self.memory:
-            self.kept.append(tokens)
+            self.stored.append(tokens)
             return
         self.probe += tokens.normal(self.z, centred=True)
-        self._cluster(Atom(1, *tokens.grams(centred=True)))
+        self._cluster(GramCluster(1, *tokens.grams(centred=True)))
 
-    def _cluster(self, atom: Atom) -> None:
-        """Online clustering: join the nearest, unless two others are nearer to each other than that."""
-        if len(self.atoms) < ATOMS:
-            self.atoms.append(atom)
+    def _cluster(self, new: GramCluster) -> None:
+        """Online clustering: join the nearest cluster, unless two others are nearer to each other than that."""
+        clusters = self.clusters
+        if len(clusters) < CLUSTERS:
+            clusters.append(new)
             return
-        nearest = min(range(ATOMS), key=lambda i: _distance(self.atoms[i], atom))
-        pairs = itertools.combinations(range(ATOMS), 2)
-        i, j = min(pairs, key=lambda p: _distance(self.atoms[p[0]], self.atoms[p[1]]))
-        if _distance(self.atoms[i], self.atoms[j]) < _distance(self.atoms[nearest], atom):
-            self.atoms[i] = self.atoms[i].with_one_more(self.atoms.pop(j))
-            self.atoms.append(atom)
+        nearest = min(range(CLUSTERS), key=lambda i: clusters[i].distance(new))
+        pairs = itertools.combinations(range(CLUSTERS), 2)
+        i, j = min(pairs, key=lambda p: clusters[p[0]].distance(clusters[p[1]]))
+        if clusters[i].distance(clusters[j]) < clusters[nearest].distance(new):
+            clusters[i] = clusters[i].merged(clusters.pop(j))
+            clusters.append(new)
         else:
-            self.atoms[nearest] = self.atoms[nearest].with_one_more(atom)
+            clusters[nearest] = clusters[nearest].merged(new)
 
     @property
     def used(self) -> int:
-        """Bytes of tokens kept."""
-        return sum(t.bytes for t in self.kept)
+        """Bytes of stored tokens."""
+        return sum(t.bytes for t in self.stored)
 
     @property
     def bytes(self) -> int:
         """Bytes of everything."""
         sums = (self.folds, self.gram_q, self.gram_k, self.z, self.probe)
-        atoms = (x for a in self.atoms for x in (a.a, a.c))
-        return self.used + sum(x.numel() * x.element_size() for x in (*sums, *atoms))
+        grams = (x for cluster in self.clusters for x in (cluster.a, cluster.c))
+        return self.used + sum(x.numel() * x.element_size() for x in (*sums, *grams))
 
     @property
     def batches(self) -> float:
@@ -198,9 +197,9 @@ class LayerStatistics:
 
     def compression_error(self) -> float:
         """||N~(Z) - N(Z)|| / ||N(Z)|| at a random Z, over the sequences beyond the budget; 0 while all fit."""
-        if not self.atoms:
+        if not self.clusters:
             return 0.0
-        approximate = NormalMap((), self.atoms)(self.z)
+        approximate = NormalMap((), self.clusters)(self.z)
         return float((approximate - self.probe).norm() / self.probe.norm())
 
     def means(self) -> tuple[Tensor, Tensor]:
@@ -208,45 +207,24 @@ class LayerStatistics:
         return self.gram_q / self.weight, self.gram_k / self.weight
 
     def normal(self) -> NormalMap:
-        return NormalMap(self.kept, self.atoms)
-
-    def merge(self, other: LayerStatistics) -> None:
-        """Add what `other` has seen."""
-        if other.folds.shape != self.folds.shape:
-            raise ShapeError(
-                f"LayerStatistics: folds (f, h, d_q, d_k) must agree, but one has {tuple(self.folds.shape)} and the "
-                f"other {tuple(other.folds.shape)}"
-            )
-        for name in ("folds", "shares", "gram_q", "gram_k", "weight", "probe"):
-            getattr(self, name).add_(getattr(other, name))
-        self.sequences += other.sequences
-        self.biased |= other.biased
-        self._take_over(other.kept, other.atoms)
-
-    def _take_over(self, kept: list[Tokens], atoms: list[Atom]) -> None:
-        for tokens in kept:
-            self._store(tokens)
-        for atom in atoms:
-            self._cluster(atom)
+        return NormalMap(self.stored, self.clusters)
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> None:
-        """The statistics of all processes, the same on each, bit by bit; nothing where there is one process.
+        """Combine the statistics of all processes, bit for bit the same on each; nothing happens in one process.
 
         M is averaged like the gradients of data-parallel training, everything else is summed.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
             return
-        count = torch.tensor([self.sequences, int(self.biased)], device=self.folds.device)
+        count = torch.tensor([self.sequence_count, int(self.biased)], device=self.folds.device)
         for x in (self.folds, self.shares, self.gram_q, self.gram_k, self.weight, self.probe, count):
             dist.all_reduce(x, group=group)
-        self.sequences, self.biased = int(count[0]), bool(count[1])
-        parts: list[tuple[list[Tokens], list[Atom]] | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, ([t.packed() for t in self.kept], self.atoms), group=group)
-        self.kept, self.atoms = [], []
-        for part in parts:
-            assert part is not None
-            self._take_over(*part)
-
-
-def _distance(a: Atom, b: Atom) -> float:
-    return float((a.a - b.a).square().sum() + (a.c - b.c).square().sum())
+        self.sequence_count, self.biased = int(count[0]), bool(count[1])
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, ([t.packed() for t in self.stored], self.clusters), group=group)
+        self.stored, self.clusters = [], []
+        for stored, clusters in parts:
+            for tokens in stored:
+                self._store(tokens)
+            for cluster in clusters:
+                self._cluster(cluster)

@@ -1,12 +1,15 @@
-"""What passes through a layer during the user's own forward and backward pass, kept until it is asked for.
+"""M_h = X_q^T D_h X with D_h = -dL/dS_h = -P_h * (dO_h V_h^T - rowsum(dO_h * O_h)), from the user's own backward pass.
 
-Nothing is computed here and nothing is added to the graph: module hooks keep references to tensors that the forward
-pass made anyway, the layer's builder is wrapped to see the operator it makes, and a tensor hook catches the gradient
-of the heads' outputs.
+`Watch` stores what passes through a layer: module hooks keep references to tensors that the forward pass made anyway,
+the layer's builder is wrapped to note the operator it makes, and a tensor hook stores the gradient of the heads'
+outputs.  Nothing is added to the graph.  `score_gradients` forms rows of P again in blocks and multiplies them out:
+m n (k + d + d_k) multiply-adds per head, and no n x n tensor.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,15 +17,69 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
-from headwise.growth.score_gradients import Call
+from headwise.growth.normal_equations import take_rows, visible_rows
 from headwise.nn.attention_layer import Builder
 from headwise.nn.multihead import MultiHead
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.base import AttentionOperator
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import Softmax, softmax
+
+CHUNK = 1 << 21
+"""Scores alive at once over batch and heads."""
 
 PENDING = 16
 """Passes of one layer that may wait for their backward: more are only made by calls without one."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ObservedPass:
+    """One forward and backward pass of a batch through a layer.
+
+    scores (b | 1, h, m, n) with their mask; x (b, m, d_e) makes the queries, context (b, n, d_c) the keys; values
+    (b, h, n, d), outputs and their gradient (b, h, m, d).
+    """
+
+    scores: Scores
+    mask: Mask
+    x: Tensor
+    context: Tensor
+    values: Tensor
+    outputs: Tensor
+    gradient: Tensor
+
+    def rows_with_gradient(self) -> Tensor:
+        """Boolean (b, m): the rows that the loss depends on.  Other rows may change freely."""
+        return (self.gradient != 0).any(-1).any(1)
+
+
+def augmented(x: Tensor, bias: bool) -> Tensor:
+    """[x | 1] when queries have a bias, so that the bias is one more row of W_q.  (A key bias changes no softmax.)"""
+    return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1) if bias else x
+
+
+def score_gradients(observed: ObservedPass, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(part, D X): the query rows listed, block by block, and D_h X (b, h, r, d_k) for each block."""
+    s, bias = observed.scores, observed.mask.attn_bias
+    compute = torch.promote_types(observed.gradient.dtype, torch.float32)
+    context, values, keys = (t.to(compute) for t in (observed.context, observed.values, s.k))
+    b, h, n = values.shape[:3]
+    for part in rows.split(max(1, CHUNK // (b * h * n))):
+        scores = (s.q.index_select(-2, part).to(compute) * s.scale) @ keys.mT
+        if bias is not None:
+            scores = scores + take_rows(bias, part).to(compute)
+        allowed = visible_rows(observed.mask, part)
+        if allowed is None:
+            p = torch.softmax(scores, -1)
+        else:  # a row without keys is zero, not NaN
+            p = torch.softmax(scores.masked_fill_(~allowed, -math.inf), -1).nan_to_num_(0)
+        g = observed.gradient.index_select(-2, part).to(compute)
+        inner = (g * observed.outputs.index_select(-2, part).to(compute)).sum(-1, keepdim=True)
+        d = p.mul_(inner - g @ values.mT)  # -P * (dP - inner)
+        # heads side by side: one product per sequence, and no copy of the context for every head
+        d = d.expand(b, h, *d.shape[-2:])
+        yield part, (d.flatten(1, 2) @ context).unflatten(1, (h, len(part)))
 
 
 @dataclass(eq=False)
@@ -37,13 +94,13 @@ class _Pass:
     gradient: Tensor | None = None
 
 
-class _Seen:
-    """The layer's builder, and a note of the operator it made.  The scores stay a function of q.k / sqrt(k)."""
+class _NotingBuilder:
+    """The layer's builder, which also notes the operator it made.  Scores stay a function of q.k / sqrt(k)."""
 
     by_dot_product = True
 
     def __init__(self, build: Builder, watch: Watch) -> None:
-        self.build, self.note = build, torch.compiler.disable(watch.saw_operator)
+        self.build, self.note = build, torch.compiler.disable(watch.note_operator)
 
     def __call__(self, q: Tensor, k: Tensor, **masks: Any) -> AttentionOperator:
         operator = self.build(q, k, **masks)
@@ -53,7 +110,7 @@ class _Seen:
 
 @final
 class Watch:
-    """Watches one layer from construction until `close`; `take` gives the passes that have had their backward."""
+    """Watches one layer from construction until `close`; `take` returns the passes that have had their backward."""
 
     def __init__(self, name: str, layer: MultiHead) -> None:
         if layer.build is not softmax and not getattr(layer.build, "by_dot_product", False):
@@ -66,83 +123,84 @@ class Watch:
         self.passes: list[_Pass] = []
         self._open: _Pass | None = None
         self._original = layer.build
-        layer.build = _Seen(layer.build, self)
+        layer.build = _NotingBuilder(layer.build, self)
         outside: Any = torch.compiler.disable  # notes are taken between compiled graphs, not in them
         self._hooks = [
-            layer.query.register_forward_pre_hook(outside(self._asked)),
-            layer.key.register_forward_pre_hook(outside(self._keyed)),
-            layer.value.register_forward_hook(outside(self._valued)),
-            layer.out.register_forward_pre_hook(outside(self._left)),
+            layer.query.register_forward_pre_hook(outside(self._before_query)),
+            layer.key.register_forward_pre_hook(outside(self._before_key)),
+            layer.value.register_forward_hook(outside(self._after_value)),
+            layer.out.register_forward_pre_hook(outside(self._before_out)),
         ]
 
-    def _asked(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        # a pass begins with its queries; one that never came to its output was only looked at
+    def _before_query(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        # a pass begins with its queries; one that never reached its output was only inspected
         self._open = None if self.paused or not torch.is_grad_enabled() else _Pass(args[0].detach())
 
-    def _keyed(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _before_key(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self._open is not None:
             self._open.context = args[0].detach()
 
-    def saw_operator(self, operator: AttentionOperator) -> None:
+    def note_operator(self, operator: AttentionOperator) -> None:
         if self._open is not None:
             # detached: a note must not keep the graph alive
             self._open.operator = _flat(operator) if isinstance(operator, Softmax) else operator
 
-    def _valued(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def _after_value(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if self._open is not None:
             self._open.values = output.detach()
 
-    def _left(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _before_out(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         current, self._open = self._open, None
         outputs = args[0]
         if current is None or not outputs.requires_grad:
             return
-        # a finished pass that nobody asked for, and passes that no backward ever reached, are not kept for ever
+        # passes that were not taken, and passes that no backward ever reached, are dropped
         if any(p.gradient is not None for p in self.passes):
             self.passes.clear()
         del self.passes[:-PENDING]
         current.outputs = outputs.detach()
         self.passes.append(current)
 
-        def arrived(gradient: Tensor) -> None:
+        def store(gradient: Tensor) -> None:
             current.gradient = gradient.detach()
 
-        outputs.register_hook(arrived)
+        outputs.register_hook(store)
 
-    def take(self) -> list[Call]:
-        """The finished passes, which are forgotten here; empty when no backward pass has come by."""
+    def take(self) -> list[ObservedPass]:
+        """The finished passes, which are forgotten here; empty when there was no backward pass."""
         done = [p for p in self.passes if p.gradient is not None]
         self.passes.clear()
-        return [self._call(p) for p in done]
+        return [self._observed(p) for p in done]
 
-    def _call(self, p: _Pass) -> Call:
-        operator = p.operator
+    def _observed(self, p: _Pass) -> ObservedPass:
         assert p.context is not None
         assert p.values is not None
         assert p.outputs is not None
         assert p.gradient is not None
-        if not isinstance(operator, Softmax):
+        if not isinstance(p.operator, Softmax):
             raise UnsupportedError(
-                f"observe: {self.name} attends with {type(operator).__name__}, but only softmax scores can be grown"
+                f"observe: {self.name} attends with {type(p.operator).__name__}, but only softmax scores can be grown"
             )
         heads = self.layer.value_heads
         x, context = (t.reshape(-1, *t.shape[-2:]) for t in (p.x, p.context))
         values, outputs, gradient = (
             heads.split(t).reshape(len(x), len(heads.sizes), t.shape[-2], -1) for t in (p.values, p.outputs, p.gradient)
         )
-        return Call(operator, x, context.expand(len(x), -1, -1), values, outputs, gradient)
+        return ObservedPass(
+            p.operator.scores, _mask(p.operator.scores), x, context.expand(len(x), -1, -1), values, outputs, gradient
+        )
 
     def close(self) -> None:
-        """The layer as it was."""
+        """Restore the layer."""
         for hook in self._hooks:
             hook.remove()
         self.passes.clear()
-        if isinstance(self.layer.build, _Seen):
+        if isinstance(self.layer.build, _NotingBuilder):
             self.layer.build = self._original
 
 
 def _flat(operator: Softmax) -> Softmax:
-    """The same P with its batch axes (*batch, h) as (b, h), cut off from the graph."""
+    """The same P with its batch axes (*batch, h) as (b, h), detached from the graph."""
     s = operator.scores
     batch = operator.shape[:-3]
 
@@ -154,3 +212,8 @@ def _flat(operator: Softmax) -> Softmax:
 
     keep, bias = (None if x is None else four(x) for x in (s.keep, s.bias))
     return Softmax(Scores(four(s.q), four(s.k), s.scale, s.ahead, keep, bias))
+
+
+def _mask(s: Scores) -> Mask:
+    m, n = s.shape[-2:]
+    return Mask(m, n, s.ahead is not None, pair_mask=s.keep, attn_bias=s.bias)

@@ -1,4 +1,4 @@
-"""S4, on attention and convolution: parameters, encodings and their cost, and the equality."""
+"""Dordevic's solution (S4) on attention and convolution: parameters, cost of positional encodings, the equality."""
 
 from __future__ import annotations
 
@@ -8,25 +8,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.ledger.draws import draw, matrix, shown
-from headwise.ledger.entry import Entry, Finding, Outcome, rounding
+from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, matrix, rounding, shown
 from headwise.nn.multihead import MultiHead
-from headwise.nn.taps import Taps
+from headwise.nn.relative_attention import ConvolutionGeometry
 from headwise.operators.relative.shift import Border, shift
+from headwise.theory.complexity import exponent
 from headwise.theory.convolution import convolution_is_attention, encoding_costs, sharp_heads_are_shifts
-from headwise.theory.exponent import exponent
-from headwise.theory.verdict import Verdict
+
+SOURCE = Source(
+    "S4",
+    "Dordevic",
+    "Solved exercise (2023) on Cordonnier, Loukas & Jaggi 2020, Self-Attention and Convolutional Layers",
+    "attention and convolution",
+)
 
 
+@SOURCE.claim(
+    "S4.count",
+    "a.1",
+    "Parameters of a multi-head layer",
+    r"N_hD_i(2D_{hid}+D_o)+N_hD_oD_{out}+D_{out}",
+    Outcome.HOLDS,
+    "Without query, key and value biases.",
+)
 def parameter_count() -> Finding:
     heads, d_in, hidden, d_o, d_out = 3, 10, 4, 5, 7
     layer = MultiHead(d_in, heads, key_width=hidden, value_width=d_o, out_width=d_out, bias=False, out_bias=True)
     formula = heads * d_in * (2 * hidden + d_o) + heads * d_o * d_out + d_out
-    return Finding(
-        Verdict("difference from the formula", "", abs(sum(p.numel() for p in layer.parameters()) - formula), 0, {})
-    )
+    return Finding(at_most("difference from the formula", abs(sum(p.numel() for p in layer.parameters()) - formula), 0))
 
 
+@SOURCE.claim(
+    "S4.row",
+    "a.2",
+    "One output needs one query and all keys",
+    r"O_q=\mathrm{softmax}(Z_qW_qW_k^\top Z^\top)ZW_v",
+    Outcome.HOLDS,
+    "Queries are independent of one another.",
+)
 def one_row() -> Finding:
     z, wq, wk, wv = draw(9, 6), draw(6, 3, seed=1), draw(6, 3, seed=2), draw(6, 4, seed=3)
     whole = torch.softmax(z @ wq @ wk.mT @ z.mT, -1) @ z @ wv
@@ -34,6 +53,14 @@ def one_row() -> Finding:
     return Finding(rounding("row q of attention from row q of the queries", (whole[4] - row).abs().max().item()))
 
 
+@SOURCE.claim(
+    "S4.quadratic",
+    "b.1, d.2",
+    "The quadratic encoding is a Gaussian about its centre, c = -||Delta||^2",
+    r"v^\top r_\delta=-\alpha(\|\delta-\Delta\|^2-\|\Delta\|^2)",
+    Outcome.HOLDS,
+    "A head that depends on position only: its centre and its width.",
+)
 def quadratic_score() -> Finding:
     """v'r_delta = -alpha (||delta - Delta||^2 - ||Delta||^2)."""
     alpha, centre = 1.7, torch.tensor([2.0, -1.0], dtype=torch.float64)
@@ -44,32 +71,55 @@ def quadratic_score() -> Finding:
     return Finding(rounding("quadratic encoding as a Gaussian about its centre", error.abs().max().item(), 1e-11))
 
 
+@SOURCE.claim(
+    "S4.absolute-cost",
+    "b.2",
+    "Absolute encodings cost O(D_x^3) for each score",
+    r"O(N^2D_x^3)",
+    Outcome.CORRECTED,
+    "Tokens are projected once, not once a pair: D_x^2 for each token.",
+    truth="O(N^2 D_x + N D_x^2)",
+)
 def cost_of_absolute_encoding() -> Finding:
-    """The source's own count of one score, and the whole layer once projections are shared, against the width D_x."""
+    """The text's own count for one score, and that of a layer that projects tokens once, as functions of D_x."""
     widths = (64, 128, 256, 512)
     own = [4 * (2 * d * (2 * d - 1) + d - 1) for d in widths]
     printed = exponent(widths, own).value
     shared = exponent(widths, [encoding_costs((8, 8), d)["absolute"].multiply_adds for d in widths]).value
     return Finding(
-        Verdict("distance of its own count's exponent in D_x from 3", "", abs(printed - 3), 0.2, {}),
-        corrected=Verdict("exponent in D_x of a layer that projects once", "", shared, 2.05, {}),
+        at_most("distance of the exponent in D_x of the text's count from 3", abs(printed - 3), 0.2),
+        corrected=at_most("exponent in D_x of a layer that projects once", shared, 2.05),
         example=f"one score takes 4 (2 D (2D - 1) + D - 1) operations: {own[0]:,} at D = 64 and {own[-1]:,} at D = "
         f"512, {own[-1] / own[0]:.0f} times as many for 8 times the width: D^{printed:.2f}, not D^3. Tokens are "
         f"projected once, not once a pair, so the layer on an 8 x 8 grid grows like D^{shared:.2f}",
     )
 
 
+@SOURCE.claim(
+    "S4.relative-cost",
+    "b.2",
+    "The quadratic relative encoding is cheaper than the absolute one",
+    r"O(N^2D_x+ND_x^2)",
+    Outcome.HOLDS,
+    "With its Kronecker structure it is cheaper still.",
+)
 def quadratic_is_cheaper() -> Finding:
-    found = encoding_costs((8, 8), 64)
-    names = ", ".join(f"{name} {cost.multiply_adds:,}" for name, cost in found.items())
-    dearest = found["absolute"].multiply_adds
-    cheapest = min(cost.multiply_adds for name, cost in found.items() if name != "absolute")
+    costs = {name: cost.multiply_adds for name, cost in encoding_costs((8, 8), 64).items()}
+    cheapest = min(cost for name, cost in costs.items() if name != "absolute")
     return Finding(
-        Verdict("quadratic relative encoding over absolute encoding, multiply-adds", "", cheapest / dearest, 1.0, {}),
-        example=names,
+        at_most("quadratic relative encoding over absolute encoding, multiply-adds", cheapest / costs["absolute"], 1.0),
+        example=", ".join(f"{name} {cost:,}" for name, cost in costs.items()),
     )
 
 
+@SOURCE.claim(
+    "S4.blocks",
+    "c.1",
+    "W^(h) = W_v^(h) W_out block",
+    r"W^{(h)}=W_v^{(h)}W_{out}[(h-1)D_o+1:hD_o]",
+    Outcome.HOLDS,
+    "The effect of a head on the output is one matrix.",
+)
 def output_blocks() -> Finding:
     h, n, d, out = 3, 7, 4, 5
     p, z, wv, wo = (
@@ -85,23 +135,48 @@ def output_blocks() -> Finding:
     )
 
 
+@SOURCE.claim(
+    "S4.limit",
+    "d.1",
+    "Sharp quadratic attention is one-hot",
+    r"\lim_{\alpha\to\infty}\mathrm{softmax}(A_q)_k=1",
+    Outcome.HOLDS,
+    "A sharp head is a shift.",
+)
 def one_hot_limit() -> Finding:
     alpha = 30.0
     off = sharp_heads_are_shifts(alpha, (7, 7), (1, -1)).measured
     return Finding(rounding(f"weight off the centre at alpha = {alpha:g}, the worst query", off, 1e-11))
 
 
+@SOURCE.claim(
+    "S4.rate",
+    "d.1",
+    "The other weights vanish like e^(-alpha ||k - j||^2)",
+    r"\sum_{j\ne k}e^{-\alpha\|k-j\|^2}\to0",
+    Outcome.HOLDS,
+    "At alpha = 18 a head is one-hot in float32, and the gradient of its centre vanishes: a sharp head does not move.",
+)
 def rate_of_the_limit() -> Finding:
-    """The nearest neighbours are one step away and lose e^-alpha: the slope of -log(distance) over alpha is one."""
+    """The nearest neighbours have weight e^-alpha: the slope of -log(distance) over alpha is one."""
     alphas = (6.0, 10.0, 14.0)
     off = [sharp_heads_are_shifts(alpha, (7, 7), (1, -1)).measured for alpha in alphas]
     slope = math.log(off[0] / off[-1]) / (alphas[-1] - alphas[0])
     return Finding(
-        Verdict("distance of the slope of -log(distance) over alpha from 1", "", abs(slope - 1), 0.02, {}),
+        at_most("distance of the slope of -log(distance) over alpha from 1", abs(slope - 1), 0.02),
         example="from one-hot: " + ", ".join(f"{x:.1e} at alpha = {a:g}" for a, x in zip(alphas, off, strict=True)),
     )
 
 
+@SOURCE.claim(
+    "S4.sign",
+    "c.2, (8) to (9)",
+    "Because the set of shifts is symmetric, q - f(h) may be written q + f(h)",
+    r"\sum_hZ_{q-f(h)}W^{(h)}=\sum_hZ_{q+f(h)}W^{(h)}",
+    Outcome.CORRECTED,
+    "Fix the direction once: delta = k - q. Otherwise the kernel is reversed.",
+    truth="equal if W of the opposite shift is taken; the theorem stands, with another bijection f",
+)
 def sign_of_the_shift() -> Finding:
     """Steps (8) to (9): sum_h Z_(q - f(h)) W_h = sum_h Z_(q + f(h)) W_h, a 1-D image and the shifts -1, 0, 1."""
     z, w = matrix([[0.0, 0.0, 1.0, 0.0, 0.0]])[0], matrix([[1.0, 2.0, 3.0]])[0]
@@ -115,14 +190,27 @@ def sign_of_the_shift() -> Finding:
         rounding("Z_(q - f(h)) W_h against Z_(q + f(h)) W_h, summed over heads", (minus - plus).abs().max().item()),
         corrected=rounding("the same with W_h of the opposite shift", (turned - plus).abs().max().item()),
         example=f"Z = (0, 0, 1, 0, 0), W = (1, 2, 3): with minus {shown(minus)}, with plus {shown(plus)}: the kernel "
-        "is turned round",
+        "is reversed",
     )
+
+
+@SOURCE.claim(
+    "S4.theorem",
+    "c.2",
+    "Multi-head attention expresses any convolution",
+    r"\mathrm{MHSA}=\mathrm{conv}",
+    Outcome.HOLDS,
+    "Tested as a module, with bias.",
+)
+def whole_theorem() -> Finding:
+    geometry = ConvolutionGeometry(2, (3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)))
+    return Finding(convolution_is_attention(geometry, draw(4, 2, 3, 3), draw(4, seed=1), draw(1, 2, 6, 7, seed=2)))
 
 
 def _by_shifts(
     x: Tensor, weight: Tensor, *, padding: int, dilation: int = 1, stride: int = 1, border: Border = "zeros"
 ) -> Tensor:
-    """sum over taps of (shift by the tap) X W_tap: heads that look at one pixel each."""
+    """sum over taps of (shift by the tap) X W_tap: heads that attend to one pixel each."""
     _, height, width = x.shape
     k = weight.shape[-1]
     sizes = tuple((side + 2 * padding - dilation * (k - 1) - 1) // stride + 1 for side in (height, width))
@@ -142,6 +230,15 @@ def _difference(**options) -> float:
     return ((_by_shifts(x, weight, **options) - expected).abs().max() / expected.abs().max()).item()
 
 
+@SOURCE.claim(
+    "S4.padding",
+    "e.1",
+    "Padding by floor(K/2) zeros makes both equal everywhere",
+    r"\lfloor K/2\rfloor",
+    Outcome.HOLDS_WITH_PREMISE,
+    "Without padded keys the border is replicated.",
+    premise="the keys are padded, not only the output cropped",
+)
 def equality() -> Finding:
     z = matrix([[1.0], [2.0]])
     zeros, nearest = (
@@ -151,161 +248,44 @@ def equality() -> Finding:
     return Finding(
         rounding("nine saturated heads and a 3x3 convolution, padded keys", _difference(padding=1)),
         without=rounding("the same with keys inside the image only", _difference(padding=1, border="replicate")),
-        example=f"Z = (1, 2), kernel (1, 1, 1): padded, three heads give {shown(zeros)}, as the convolution does; a "
-        f"head that cannot look outside looks at the nearest pixel, and they give {shown(nearest)}",
+        example=f"Z = (1, 2), kernel (1, 1, 1): padded, three heads give {shown(zeros)}, as the convolution does; "
+        f"with keys inside the image only, heads attend to the nearest pixel and give {shown(nearest)}",
     )
 
 
+@SOURCE.claim(
+    "S4.valid",
+    "c.2",
+    "Without padding they agree where no neighbour is missing",
+    r"\mathrm{conv}_{valid}",
+    Outcome.HOLDS,
+    "Padding affects the border only.",
+)
 def no_padding() -> Finding:
     return Finding(rounding("without padding, on the pixels whose neighbours are all inside", _difference(padding=0)))
 
 
+@SOURCE.claim(
+    "S4.dilation",
+    "e.2",
+    "Multi-head attention also expresses dilated convolutions",
+    r"\Delta\to d\Delta",
+    Outcome.HOLDS,
+    "A head may attend to any offset.",
+)
 def dilated() -> Finding:
     return Finding(rounding("heads at distance 2 and a convolution of dilation 2", _difference(padding=2, dilation=2)))
 
 
+@SOURCE.claim(
+    "S4.stride",
+    "e.3",
+    "Multi-head attention also expresses strided convolutions",
+    r"q\to sq",
+    Outcome.HOLDS,
+    "Place the queries on the coarse grid; no pooling is needed.",
+)
 def strided() -> Finding:
     return Finding(
         rounding("queries on every second pixel and a convolution of stride 2", _difference(padding=1, stride=2))
     )
-
-
-def whole_theorem() -> Finding:
-    taps = Taps(
-        channels=2, kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)), border="zeros", groups=1
-    )
-    return Finding(convolution_is_attention(taps, draw(4, 2, 3, 3), draw(4, seed=1), draw(1, 2, 6, 7, seed=2)))
-
-
-ENTRIES = (
-    Entry(
-        "S4.count",
-        "a.1",
-        "Parameters of a multi-head layer",
-        r"N_hD_i(2D_{hid}+D_o)+N_hD_oD_{out}+D_{out}",
-        Outcome.HOLDS,
-        "Without query, key and value biases.",
-        parameter_count,
-    ),
-    Entry(
-        "S4.row",
-        "a.2",
-        "One output needs one query and all keys",
-        r"O_q=\mathrm{softmax}(Z_qW_qW_k^\top Z^\top)ZW_v",
-        Outcome.HOLDS,
-        "Queries are independent of one another.",
-        one_row,
-    ),
-    Entry(
-        "S4.quadratic",
-        "b.1, d.2",
-        "The quadratic encoding is a Gaussian about its centre, c = -||Delta||^2",
-        r"v^\top r_\delta=-\alpha(\|\delta-\Delta\|^2-\|\Delta\|^2)",
-        Outcome.HOLDS,
-        "A head of position only: where it looks and how widely.",
-        quadratic_score,
-    ),
-    Entry(
-        "S4.absolute-cost",
-        "b.2",
-        "Absolute encodings cost O(D_x^3) for each score",
-        r"O(N^2D_x^3)",
-        Outcome.CORRECTED,
-        "Projections are shared between pairs: D_x^2 once per token.",
-        cost_of_absolute_encoding,
-        truth="O(N^2 D_x + N D_x^2)",
-    ),
-    Entry(
-        "S4.relative-cost",
-        "b.2",
-        "The quadratic relative encoding is cheaper than the absolute one",
-        r"O(N^2D_x+ND_x^2)",
-        Outcome.HOLDS,
-        "And with its Kronecker structure cheaper still.",
-        quadratic_is_cheaper,
-    ),
-    Entry(
-        "S4.blocks",
-        "c.1",
-        "W^(h) = W_v^(h) W_out block",
-        r"W^{(h)}=W_v^{(h)}W_{out}[(h-1)D_o+1:hD_o]",
-        Outcome.HOLDS,
-        "A head's effect on the output is one matrix.",
-        output_blocks,
-    ),
-    Entry(
-        "S4.limit",
-        "d.1",
-        "Sharp quadratic attention is one-hot",
-        r"\lim_{\alpha\to\infty}\mathrm{softmax}(A_q)_k=1",
-        Outcome.HOLDS,
-        "A sharp head is a shift.",
-        one_hot_limit,
-    ),
-    Entry(
-        "S4.rate",
-        "d.1",
-        "The other weights vanish like e^(-alpha ||k - j||^2)",
-        r"\sum_{j\ne k}e^{-\alpha\|k-j\|^2}\to0",
-        Outcome.HOLDS,
-        "alpha = 18 is one-hot to float32; the gradient of the centre vanishes just as fast, so sharp heads stop "
-        "moving.",
-        rate_of_the_limit,
-    ),
-    Entry(
-        "S4.sign",
-        "c.2, (8) to (9)",
-        "Because the set of shifts is symmetric, q - f(h) may be written q + f(h)",
-        r"\sum_hZ_{q-f(h)}W^{(h)}=\sum_hZ_{q+f(h)}W^{(h)}",
-        Outcome.CORRECTED,
-        "Fix the direction once: delta = k - q. Otherwise the kernel is turned round.",
-        sign_of_the_shift,
-        truth="equal if W of the opposite shift is taken; the theorem stands, with another bijection f",
-    ),
-    Entry(
-        "S4.theorem",
-        "c.2",
-        "Multi-head attention expresses any convolution",
-        r"\mathrm{MHSA}=\mathrm{conv}",
-        Outcome.HOLDS,
-        "As a module, with bias.",
-        whole_theorem,
-    ),
-    Entry(
-        "S4.padding",
-        "e.1",
-        "Padding by floor(K/2) zeros makes both equal everywhere",
-        r"\lfloor K/2\rfloor",
-        Outcome.HOLDS_WITH_PREMISE,
-        "Without padded keys the border is replicated.",
-        equality,
-        premise="the keys are padded, not only the output cropped",
-    ),
-    Entry(
-        "S4.valid",
-        "c.2",
-        "Without padding they agree where no neighbour is missing",
-        r"\mathrm{conv}_{valid}",
-        Outcome.HOLDS,
-        "Borders are all that padding is about.",
-        no_padding,
-    ),
-    Entry(
-        "S4.dilation",
-        "e.2",
-        "Dilated convolutions too",
-        r"\Delta\to d\Delta",
-        Outcome.HOLDS,
-        "Heads may look anywhere.",
-        dilated,
-    ),
-    Entry(
-        "S4.stride",
-        "e.3",
-        "Strided convolutions too",
-        r"q\to sq",
-        Outcome.HOLDS,
-        "Put the queries on the coarse grid; no pooling is needed.",
-        strided,
-    ),
-)

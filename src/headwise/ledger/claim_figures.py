@@ -1,4 +1,4 @@
-"""Four figures of the sources, made again from numbers: depth, path lengths, spectra and sketch sizes."""
+"""Four published figures, recomputed: residual by depth, path lengths, spectra and sketch sizes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.softmax import softmax
 from headwise.theory import paths
-from headwise.theory.collapse import collapse
+from headwise.theory.collapse import collapse, relative_residual
 from headwise.theory.concentration import Frequency, failures_of_low_rank, sketch_size
-from headwise.theory.residual import relative_residual
 from headwise.theory.stack import Stack, random_stack
 
 if TYPE_CHECKING:
@@ -31,13 +30,13 @@ def depth_curves(depth: int = 12, heads: int = 12, width: int = 48, n: int = 32)
     )
     curves: dict[str, list[float]] = {}
     for name, skip, mlp in (("attention", 0, 0), ("+ MLP", 0, 1), ("+ skip", 1, 0), ("+ skip + MLP", 1, 1)):
-        y, found = x, [relative_residual(x).item()]
+        y, curve = x, [relative_residual(x).item()]
         for layer in range(depth):
             y = stack.layers[layer](y) + skip * y
             if mlp:
                 y = torch.relu(y @ first[layer]) @ second[layer] + skip * y
-            found.append(relative_residual(y).item())
-        curves[name] = found
+            curve.append(relative_residual(y).item())
+        curves[name] = curve
     return curves
 
 
@@ -45,10 +44,10 @@ def bound_curves(depth: int = 4, width: int = 48, n: int = 32, size: float = 1e-
     """log10 of the residual of pure attention and of its bound, for inputs small enough for the bound to shrink."""
     generator = torch.Generator().manual_seed(0)
     stack = random_stack(depth, 1, width, generator=generator)
-    found = collapse(stack, size * torch.randn(n, width, dtype=torch.float64, generator=generator))
+    sides = collapse(stack, size * torch.randn(n, width, dtype=torch.float64, generator=generator))
     return {
-        "the bound": [x / math.log(10) for x in found.log_bound],
-        "measured": [x / math.log(10) for x in found.log_measured],
+        "the bound": [x / math.log(10) for x in sides.log_bound],
+        "measured": [x / math.log(10) for x in sides.log_measured],
     }
 
 
@@ -56,12 +55,12 @@ def bound_of_ordinary_inputs(heads: int = 12, width: int = 48, n: int = 32) -> f
     """log10 of the bound after one layer, for the inputs and weights of `depth_curves`."""
     generator = torch.Generator().manual_seed(0)
     stack = random_stack(1, heads, width, generator=generator)
-    found = collapse(stack, torch.randn(n, width, dtype=torch.float64, generator=generator))
-    return found.log_bound[1] / math.log(10)
+    sides = collapse(stack, torch.randn(n, width, dtype=torch.float64, generator=generator))
+    return sides.log_bound[1] / math.log(10)
 
 
 def path_groups(depth: int = 12, heads: int = 12, width: int = 48, n: int = 32) -> tuple[list[float], list[float]]:
-    """For every length: the norm of all paths together, relative to the output, and how different their tokens are."""
+    """For every length, the norm of the sum of its paths relative to the output, and its relative residual."""
     generator = torch.Generator().manual_seed(0)
     stack = Stack(random_stack(depth, heads, width, generator=generator).layers, skip=True)
     x = torch.randn(n, width, dtype=torch.float64, generator=generator)
@@ -73,20 +72,21 @@ def cumulative_spectra(
     lengths: tuple[int, ...] = (128, 256, 512, 1024), d: int = 16
 ) -> dict[str, dict[int, list[float]]]:
     """Cumulative share of the singular values for softmax and for the double softmax, by length."""
-    found: dict[str, dict[int, list[float]]] = {"softmax": {}, "double softmax": {}}
+    shares: dict[str, dict[int, list[float]]] = {"softmax": {}, "double softmax": {}}
     for n in lengths:
         generator = torch.Generator().manual_seed(n)
         q, k = (2 * torch.randn(n, d, dtype=torch.float64, generator=generator) for _ in range(2))
         for name, build in (("softmax", softmax), ("double softmax", efficient)):
             values = torch.linalg.svdvals(build(q, k).dense())
-            found[name][n] = (values.cumsum(0) / values.sum()).tolist()
-    return found
+            shares[name][n] = (values.cumsum(0) / values.sum()).tolist()
+    return shares
 
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def failure_rates(sizes: tuple[int, ...] = SIZES, n: int = 256, draws: int = 60) -> dict[str, list[Frequency]]:
+    """How often a sketch of each size misses P w by more than half of ||P w||, for three kinds of w."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(n, 16, dtype=torch.float64, generator=generator) for _ in range(2))
     p = softmax(q, k).dense()
@@ -99,7 +99,7 @@ def failure_rates(sizes: tuple[int, ...] = SIZES, n: int = 256, draws: int = 60)
 
 
 def draw(directory: Path) -> list[Path]:
-    """residual-by-depth, path-lengths, spectra and failures, as SVG and PNG."""
+    """Write residual-by-depth, path-lengths, spectra and failures as SVG and PNG; returns the paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -150,7 +150,7 @@ def _lengths() -> Figure:
     left, right = (figure := _figure(9, 3.2)).subplots(1, 2)
     norms, residuals = path_groups()
     for axes, values, label in (
-        (left, norms, "norm of all paths together / output"),
+        (left, norms, "norm of their sum / output"),
         (right, residuals, "relative residual of their sum"),
     ):
         axes.bar(range(len(values)), values, color="#0072B2")

@@ -1,18 +1,21 @@
-"""One claim of a source, how it is tested, and what came of it.
+"""One published claim, how it is tested, and the outcome; and the draws and verdicts that checks are made of.
 
-    printed     the claim as it stands, measured <= bound
-    without     the same without the premise that the source leaves out: failing shows that the premise is needed
-    corrected   what is true instead
+    printed     the claim as it stands: measured <= bound
+    without     the claim without a premise that the text leaves out; if it fails, the premise is needed
+    corrected   the true statement, where the claim is false
 
-The outcome follows from these; nothing is written down as true.
+The outcome follows from these three verdicts; none is written down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from headwise.theory.verdict import Verdict
 
@@ -26,7 +29,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, with an example in words where there is one to show."""
+    """What a check measured, with an example in words."""
 
     printed: Verdict
     without: Verdict | None = None
@@ -41,14 +44,14 @@ class Finding:
         return Outcome.CORRECTED if self.corrected is not None and self.corrected.holds else Outcome.REFUTED
 
     def to_json(self) -> dict[str, Any]:
-        parts = {"printed": self.printed, "without": self.without, "corrected": self.corrected}
-        found = {name: None if part is None else part.to_json() for name, part in parts.items()}
-        return {"outcome": self.outcome.value, **found, "example": self.example}
+        verdicts = {"printed": self.printed, "without": self.without, "corrected": self.corrected}
+        parts = {name: verdict and verdict.to_json() for name, verdict in verdicts.items()}
+        return {"outcome": self.outcome.value, **parts, "example": self.example}
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A claim: where it stands, what it says, what it means for someone who builds a model, and its check."""
+class LedgerEntry:
+    """A claim: its place in the text, what it says, what it means for someone who builds a model, and its check."""
 
     id: str
     place: str
@@ -59,7 +62,7 @@ class Entry:
     check: Callable[[], Finding]
     premise: str = ""
     truth: str = ""  # the corrected statement
-    timed: Callable[[], str] | None = None  # seconds, which no verdict rests on and which differ from run to run
+    timing: Callable[[], str] | None = None  # seconds, which differ from run to run; no verdict depends on them
 
     @property
     def source(self) -> str:
@@ -67,10 +70,43 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Result:
-    """An entry with what its check found here."""
+class Source:
+    """A text and its claims.  Each file of a source makes one, and registers checks with `@SOURCE.claim(...)`."""
 
-    entry: Entry
+    id: str
+    authors: str
+    title: str
+    topic: str
+    entries: list[LedgerEntry] = field(default_factory=list)
+
+    def claim(
+        self,
+        id: str,
+        place: str,
+        statement: str,
+        latex: str,
+        expected: Outcome,
+        meaning: str,
+        *,
+        premise: str = "",
+        truth: str = "",
+        timing: Callable[[], str] | None = None,
+    ) -> Callable[[Callable[[], Finding]], Callable[[], Finding]]:
+        """Register the decorated check; the arguments are the fields of `LedgerEntry`."""
+
+        def register(check: Callable[[], Finding]) -> Callable[[], Finding]:
+            entry = LedgerEntry(id, place, statement, latex, expected, meaning, check, premise, truth, timing)
+            self.entries.append(entry)
+            return check
+
+        return register
+
+
+@dataclass(frozen=True)
+class ClaimResult:
+    """An entry and what its check measured."""
+
+    entry: LedgerEntry
     finding: Finding
     timed: str = ""
 
@@ -79,27 +115,46 @@ class Result:
         return self.finding.outcome is self.entry.expected
 
     def to_json(self) -> dict[str, Any]:
-        entry = self.entry
+        texts = ("id", "source", "place", "statement", "latex", "premise", "truth", "meaning")
         return {
-            "id": entry.id,
-            "source": entry.source,
-            "place": entry.place,
-            "statement": entry.statement,
-            "latex": entry.latex,
-            "expected": entry.expected.value,
-            "premise": entry.premise,
-            "truth": entry.truth,
-            "meaning": entry.meaning,
+            **{name: getattr(self.entry, name) for name in texts},
+            "expected": self.entry.expected.value,
             **self.finding.to_json(),
             "timed": self.timed,
         }
 
 
-def examine(entry: Entry, *, clock: bool = True) -> Result:
-    """Run the check; with `clock` also what is timed."""
-    return Result(entry, entry.check(), entry.timed() if clock and entry.timed is not None else "")
+def check_claim(entry: LedgerEntry, *, timing: bool = True) -> ClaimResult:
+    """Run the check, and with `timing` the measurement of time where the entry has one."""
+    return ClaimResult(entry, entry.check(), entry.timing() if timing and entry.timing is not None else "")
+
+
+def at_most(claim: str, measured: float, bound: float) -> Verdict:
+    """measured <= bound."""
+    return Verdict(claim, "", measured, bound, {})
 
 
 def rounding(claim: str, error: float, bound: float = 1e-12) -> Verdict:
     """An identity: both sides agree up to rounding."""
-    return Verdict(claim, "", error, bound, {})
+    return at_most(claim, error, bound)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    """Fixed seeds, so that verdicts do not change from run to run."""
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
+
+
+def matrix(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def shown(x: Tensor, digits: int = 3) -> str:
+    """A tensor as text, such as [[1, 0.5], [0, 1]]."""
+    if x.dim():
+        return "[" + ", ".join(shown(row, digits) for row in x) + "]"
+    return f"{round(x.item(), digits) + 0.0:g}"  # + 0.0 turns -0 into 0

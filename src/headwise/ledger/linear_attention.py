@@ -1,24 +1,41 @@
-"""S2, on linear attention: scaling functions, Johnson-Lindenstrauss as printed, and what the projection costs."""
+"""Verma's paper (S2) on linear attention: scaling functions, Johnson-Lindenstrauss, the cost of projections."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from headwise.ledger.draws import draw, generator, matrix, shown
-from headwise.ledger.entry import Entry, Finding, Outcome, rounding
+from headwise.ledger.complexity_tables import SLACK, add_table, timed_growth
+from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, generator, matrix, rounding, shown
 from headwise.ledger.rank_collapse import sketched
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.linear.factored import factored
+from headwise.operators.linear.projected import projected
 from headwise.operators.linear.projections import count_sketch, dense, pooling
 from headwise.operators.softmax import softmax
+from headwise.theory.collapse import relative_residual
+from headwise.theory.complexity import exponent, formed_memory_growth, growth, memory_growth
 from headwise.theory.concentration import Frequency, expected_square, measured_square, sketch, sketch_size
-from headwise.theory.residual import relative_residual
-from headwise.theory.verdict import Verdict
+
+SOURCE = Source(
+    "S2",
+    "Madhusudan Verma",
+    "Revisiting Linformer with a modified self-attention with linear complexity",
+    "linear attention",
+)
 
 
+@SOURCE.claim(
+    "S2.scaling",
+    "2, step (a)",
+    "With scaling functions, f(Q)f(K)'V and f(QK')V are the same",
+    r"\tfrac{Q}{\sqrt n}\big(\tfrac{K^\top}{\sqrt n}V\big)=\tfrac{QK^\top}nV",
+    Outcome.HOLDS,
+    "Without a softmax, attention has linear cost.",
+)
 def scaling_functions() -> Finding:
     q, k, v = (draw(9, 4, seed=i) for i in range(3))
     n = 9
@@ -28,36 +45,59 @@ def scaling_functions() -> Finding:
     )
 
 
+@SOURCE.claim(
+    "S2.jl",
+    "2, JL lemma",
+    "8 ln q / eps^2 dimensions preserve distances between q points",
+    r"n>8\ln q/\varepsilon^2",
+    Outcome.HOLDS,
+    "Random projections preserve distances.",
+)
 def jl_distances() -> Finding:
-    """q points, k > 8 ln q / eps^2: some map keeps all squared distances to eps; count how many Gaussian ones do."""
+    """q points, k > 8 ln q / eps^2: the share of Gaussian maps that preserve all squared distances within eps."""
     points, epsilon = 40, 0.5
     k = math.ceil(8 * math.log(points) / epsilon**2) + 1
     x = draw(points, 300)
     exact = torch.pdist(x).square()
-    kept = 0
+    preserved = 0
     for seed in range(20):
         ratio = torch.pdist(x @ sketch(k, 300, generator(1000 + seed)).mT).square() / exact
-        kept += bool(((ratio > 1 - epsilon) & (ratio < 1 + epsilon)).all())
-    return Finding(
-        Verdict(f"1 - share of Gaussian maps that do, {points} points, k = {k}", "", 1 - kept / 20, 0.99, {})
-    )
+        preserved += bool(((ratio > 1 - epsilon) & (ratio < 1 + epsilon)).all())
+    return Finding(at_most(f"1 - share of Gaussian maps that do, {points} points, k = {k}", 1 - preserved / 20, 0.99))
 
 
 def _failures(test, draws: int = 300) -> Frequency:
-    """Seeds far from those of the vectors: a sketch drawn like its vector would not be independent of it."""
+    """Seeds differ from those of the vectors, so that sketch and vector are independent."""
     return Frequency(sum(bool(test(generator(1000 + seed))) for seed in range(draws)), draws)
 
 
+@SOURCE.claim(
+    "S2.lemma-1",
+    "3.1, Lemma 1",
+    "A random projection rarely stretches a vector",
+    r"\Pr(\|Rx\|\le(1+\varepsilon)\|x\|)\ge1-2e^{-(\varepsilon^2-\varepsilon^3)k/4}",
+    Outcome.HOLDS,
+    "True, with a large margin.",
+)
 def jl_lemma_1() -> Finding:
     n, k, epsilon = 64, 60, 0.5
     x = draw(n)
     found = _failures(lambda g: (sketch(k, n, g) @ x).norm() > (1 + epsilon) * x.norm())
     allowed = 2 * math.exp(-(epsilon**2 - epsilon**3) * k / 4)
-    return Finding(Verdict("upper end of the failure rate's interval", "", found.interval[1], allowed, {}))
+    return Finding(at_most("upper end of the failure rate's interval", found.interval[1], allowed))
 
 
+@SOURCE.claim(
+    "S2.lemma-2",
+    "3.1, Lemma 2",
+    "||xR'Ry|| <= eps ||xy|| with high probability",
+    r"\Pr(\|xR^\top Ry\|\le\varepsilon\|xy\|)\ge1-2e^{-(\varepsilon^2-\varepsilon^3)k/4}",
+    Outcome.CORRECTED,
+    "The error is relative to the lengths of the vectors, not to an inner product near zero.",
+    truth="|xR'Ry - xy| <= eps ||x|| ||y||",
+)
 def jl_lemma_2() -> Finding:
-    """As printed it bounds the sketched product itself; for orthogonal vectors it would have to vanish."""
+    """As printed, the sketched product itself is bounded; for orthogonal vectors it would have to vanish."""
     n, epsilon, k = 2, 0.5, 100
     x, y = matrix([[1.0, 0.0]])[0], matrix([[0.0, 1.0]])[0]
     allowed = 2 * math.exp(-(epsilon**2 - epsilon**3) * k / 4)
@@ -69,30 +109,78 @@ def jl_lemma_2() -> Finding:
     printed = _failures(lambda g: sketched(g).abs() > epsilon * (x @ y).abs())
     true = _failures(lambda g: (sketched(g) - x @ y).abs() > epsilon * x.norm() * y.norm())
     return Finding(
-        Verdict("lower end of the failure rate's interval, as printed", "", printed.interval[0], allowed, {}),
-        corrected=Verdict("upper end, |xR'Ry - xy| <= eps ||x|| ||y||", "", true.interval[1], allowed, {}),
+        at_most("lower end of the failure rate's interval, as printed", printed.interval[0], allowed),
+        corrected=at_most("upper end, |xR'Ry - xy| <= eps ||x|| ||y||", true.interval[1], allowed),
         example=f"x = (1, 0), y = (0, 1): xy = 0, so xR'Ry would have to be 0; with k = {k} the first draw gives "
         f"{sketched(generator(1000)).item():+.3f}. As printed it fails in {printed.failures} of {printed.draws} draws, "
         f"corrected in {true.failures}",
     )
 
 
+def _sizes(constant: float, n: int, epsilon: float = 0.5) -> Finding:
+    x = draw(n)
+    small = max(1, round(constant * math.log(n) * (epsilon**2 - epsilon**3)))
+    right = sketch_size(n, epsilon, constant)
+
+    def rate(k: int, draws: int) -> Frequency:
+        return _failures(lambda g: ((sketch(k, n, g) @ x).norm() / x.norm() - 1).abs() > epsilon, draws)
+
+    product, quotient = rate(small, 500), rate(right, 200)
+    return Finding(
+        at_most(f"lower end of the failure rate's interval, k = {small}", product.interval[0], 0.05),
+        corrected=at_most(f"upper end with the quotient, k = {right}", quotient.interval[1], 0.05),
+        example=f"eps = 1/2, eps^2 - eps^3 = 1/8: the product gives k = {small}, which fails in {product.failures} of "
+        f"{product.draws} draws, the quotient k = {right}, which fails in {quotient.failures} of {quotient.draws}",
+    )
+
+
+@SOURCE.claim(
+    "S2.low-rank",
+    "3.1",
+    "A sketch of rank 5 log(n) / (eps^2 - eps^3) reproduces P c within eps ||P c||",
+    r"\Pr(\|\tilde Pc-Pc\|\le\varepsilon\|Pc\|)>1-o(1)",
+    Outcome.CORRECTED,
+    "As for softmax attention (S0.low-rank): the error is relative to ||P|| ||c||.",
+    truth="E||PR'Rc - Pc||^2 = (||P||_F^2 ||c||^2 + ||Pc||^2) / k",
+)
+def low_rank() -> Finding:
+    """The theorem of Wang et al. 2020, for the product of two softmaxes."""
+    return sketched(efficient(draw(512, 16), draw(512, 16, seed=1)).dense())
+
+
+@SOURCE.claim(
+    "S2.rank",
+    "3.1",
+    "P R'R has rank at most k",
+    r"\mathrm{rank}(PR^\top R)\le k",
+    Outcome.HOLDS,
+    "So it can be applied in linear time.",
+)
 def rank_at_most_k() -> Finding:
     n, k = 40, 6
     p = efficient(draw(n, 8), draw(n, 8, seed=1)).dense()
     r = sketch(k, n, generator(2))
     rank = int(torch.linalg.matrix_rank(p @ r.mT @ r))
-    return Finding(Verdict("rank of P R'R", "", rank, k, {}))
+    return Finding(at_most("rank of P R'R", rank, k))
 
 
+@SOURCE.claim(
+    "S2.normaliser",
+    "3.1",
+    "exp(A) D_A^-1 exp(B) D_B^-1 with column sums is the attention",
+    r"(D_A)_{ii}=\sum_j\exp(A_{ji})",
+    Outcome.CORRECTED,
+    "Read by rows, the product of two softmaxes averages, as attention should.",
+    truth="rows of both factors sum to one",
+)
 def stochastic_reading() -> Finding:
-    """D as printed sums columns of exp(A); read by rows, HL averages."""
+    """D as printed sums the columns of exp(A); with row sums, H L averages."""
     a, b = matrix([[math.log(3.0), 0.0], [0.0, 0.0]]), matrix([[0.0, 0.0], [0.0, 0.0]])
     by_columns = (a.exp() / a.exp().sum(0)) @ (b.exp() / b.exp().sum(0))
     by_rows = torch.softmax(draw(9, 4), -1) @ torch.softmax(draw(4, 9, seed=1), -1)
     off = lambda p: (p.sum(-1) - 1).abs().max().item()  # noqa: E731
     return Finding(
-        Verdict("rows of exp(A) D_A^-1 exp(B) D_B^-1 less one", "", off(by_columns), 1e-9, {}),
+        at_most("rows of exp(A) D_A^-1 exp(B) D_B^-1 less one", off(by_columns), 1e-9),
         corrected=rounding("rows of softmax_rows(A) softmax_rows(B) less one", off(by_rows)),
         example=f"exp(A) = [[3, 1], [1, 1]], B = 0: the product is {shown(by_columns)}, whose rows sum to "
         f"{by_columns[0].sum().item():g} and {by_columns[1].sum().item():g}: the weights of a query do not add up to "
@@ -100,6 +188,15 @@ def stochastic_reading() -> Finding:
     )
 
 
+@SOURCE.claim(
+    "S2.order",
+    "3.2",
+    "H(LX) is cheaper than (HL)X",
+    r"nd^2+d^2k<2ndk",
+    Outcome.HOLDS_WITH_PREMISE,
+    "Multiply the small matrices first; which they are depends on d and k.",
+    premise="d (n + k) < 2 n k, so d below about 2 k",
+)
 def order_of_products() -> Finding:
     def counts(n: int, d: int, k: int) -> tuple[int, int]:
         return n * d * d + d * k * d, 2 * n * d * k
@@ -109,13 +206,22 @@ def order_of_products() -> Finding:
     same = bool(((h @ low) @ x - h @ (low @ x)).abs().max() < 1e-10)
     first, wide = counts(n, d, k), counts(n, 64, 16)
     return Finding(
-        Verdict(f"multiply-adds of H(LX), against (HL)X, d = {d}", "", first[0] if same else math.inf, first[1], {}),
-        without=Verdict("the same with d = 64, k = 16", "", wide[0], wide[1], {}),
+        at_most(f"multiply-adds of H(LX), against (HL)X, d = {d}", first[0] if same else math.inf, first[1]),
+        without=at_most("the same with d = 64, k = 16", wide[0], wide[1]),
         example=f"n = 64: {first[0]:,} against {first[1]:,} at d = 8, k = 24; {wide[0]:,} against {wide[1]:,} at d = "
         "64, k = 16",
     )
 
 
+@SOURCE.claim(
+    "S2.independent",
+    "3.2, Table 1",
+    "The cost O(n d^2) does not depend on the projection dimension k",
+    r"O(nd^2)",
+    Outcome.CORRECTED,
+    "Forming E K and F V with dense E, F costs O(nkd). Pool, or sketch by signs, and it becomes true.",
+    truth="independent of k for projections that cost O(nd)",
+)
 def independent_of_k() -> Finding:
     """Multiply-adds of the whole layer at k = 16 and k = 256, with dense and with cheap projections."""
     n, d = 1024, 16
@@ -128,16 +234,24 @@ def independent_of_k() -> Finding:
     pooled = ratio(lambda k: pooling(n, n // k))
     hashed = ratio(lambda k: count_sketch(n, k, generator=generator(3)))
     return Finding(
-        Verdict("cost at k = 256 over cost at k = 16, dense E and F", "", full, 1.5, {}),
-        corrected=Verdict("the same with pooling or a CountSketch", "", max(pooled, hashed), 1.5, {}),
+        at_most("cost at k = 256 over cost at k = 16, dense E and F", full, 1.5),
+        corrected=at_most("the same with pooling or a CountSketch", max(pooled, hashed), 1.5),
         example=f"n = {n}, d = {d}: forming E K and F V with dense E and F takes 2 n k d products, {2 * n * 16 * d:,} "
         f"at k = 16 and {2 * n * 256 * d:,} at k = 256. The whole layer does {full:.1f} times the work; with pooling "
         f"{pooled:.2f} times, with a CountSketch {hashed:.2f} times",
     )
 
 
+@SOURCE.claim(
+    "S2.delta",
+    "3.2",
+    "E = delta R, F = e^-delta R, delta = 2^-n is close to the unprojected attention",
+    r"E=\delta R,\ F=e^{-\delta}R,\ \delta=2^{-n}",
+    Outcome.REFUTED,
+    "Do not use it: E K vanishes and every token gets the same output. Learn E and F, or pool.",
+)
 def delta_construction() -> Finding:
-    """E = delta R, F = e^-delta R with delta = 2^-n, against no projection: how far, and how different the rows are."""
+    """E = delta R, F = e^-delta R with delta = 2^-n: the distance from attention without projection."""
     n, d, k = 64, 8, 16
     q, key, v = (draw(n, d, seed=i) for i in range(3))
     r = sketch(k, n, generator(3))
@@ -152,9 +266,7 @@ def delta_construction() -> Finding:
     exact = relative_residual(softmax(q, key)(v)).item()
     spread = relative_residual(tiny).item()
     return Finding(
-        Verdict(
-            "error relative to the unprojected attention", "", ((tiny - whole).norm() / whole.norm()).item(), 0.5, {}
-        ),
+        at_most("error relative to the unprojected attention", ((tiny - whole).norm() / whole.norm()).item(), 0.5),
         example=f"n = 64, delta = 2^-64: all entries of E K are below {(2.0**-n * r @ key).abs().max():.0e}, so every "
         f"row of L is uniform, 1/{k} for each slot, and every token gets the same output: relative residual "
         f"{spread:.0e}, at delta = 1 {relative_residual(one).item():.2g}, without projection "
@@ -162,57 +274,69 @@ def delta_construction() -> Finding:
     )
 
 
+@SOURCE.claim(
+    "S2.product-norm",
+    "3.2",
+    "||ab|| = ||a|| ||b|| for two vectors",
+    r"\|ab\|=\|a\|\|b\|",
+    Outcome.CORRECTED,
+    "Only for outer products; for inner products it is an inequality.",
+    truth="|ab| <= ||a|| ||b||",
+)
 def norm_of_a_product() -> Finding:
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     return Finding(
-        Verdict("| |ab| - ||a|| ||b|| | for a = (1, 0), b = (0, 1)'", "", abs(abs((a @ b).item()) - 1.0), 1e-9, {}),
-        corrected=Verdict(
+        at_most("| |ab| - ||a|| ||b|| | for a = (1, 0), b = (0, 1)'", abs(abs((a @ b).item()) - 1.0), 1e-9),
+        corrected=at_most(
             "|ab| <= ||a|| ||b||, largest excess over 100 draws",
-            "",
             max(
                 (draw(4, seed=s) @ draw(4, seed=s + 500)).abs().item()
                 - (draw(4, seed=s).norm() * draw(4, seed=s + 500).norm()).item()
                 for s in range(100)
             ),
             0.0,
-            {},
         ),
         example="orthogonal vectors: the product is 0, the product of the lengths is 1",
     )
 
 
+@SOURCE.claim(
+    "S2.sketch-size",
+    "3.2",
+    "k = 5 log(n) (eps^2 - eps^3) suffices",
+    r"k=5\log n\,(\varepsilon^2-\varepsilon^3)",
+    Outcome.CORRECTED,
+    "The printed product gives a few dimensions; the quotient is meant.",
+    truth="k = 5 log(n) / (eps^2 - eps^3)",
+)
 def size_of_the_sketch() -> Finding:
-    """k = 5 log(n) (eps^2 - eps^3), a product, against the quotient: how often a length is off by more than eps."""
+    """k = 5 log(n) (eps^2 - eps^3), a product, against the quotient: how often a length changes by more than eps."""
     return _sizes(5.0, 512)
 
 
+@SOURCE.claim(
+    "S2.sketch-size-d",
+    "3.2, eq. (4)",
+    "k = 9 log(d) (eps^2 - eps^3) suffices",
+    r"k=9\log d\,(\varepsilon^2-\varepsilon^3)",
+    Outcome.CORRECTED,
+    "The same misprint as in S2.sketch-size.",
+    truth="k = 9 log(d) / (eps^2 - eps^3)",
+)
 def size_free_of_n() -> Finding:
     """k = 9 log(d) (eps^2 - eps^3), again a product."""
     return _sizes(9.0, 64)
 
 
-def _sizes(constant: float, n: int, epsilon: float = 0.5) -> Finding:
-    x = draw(n)
-    small = max(1, round(constant * math.log(n) * (epsilon**2 - epsilon**3)))
-    right = sketch_size(n, epsilon, constant)
-
-    def rate(k: int, draws: int) -> Frequency:
-        return _failures(lambda g: ((sketch(k, n, g) @ x).norm() / x.norm() - 1).abs() > epsilon, draws)
-
-    product, quotient = rate(small, 500), rate(right, 200)
-    return Finding(
-        Verdict(f"lower end of the failure rate's interval, k = {small}", "", product.interval[0], 0.05, {}),
-        corrected=Verdict(f"upper end with the quotient, k = {right}", "", quotient.interval[1], 0.05, {}),
-        example=f"eps = 1/2, eps^2 - eps^3 = 1/8: the product gives k = {small}, which fails in {product.failures} of "
-        f"{product.draws} draws, the quotient k = {right}, which fails in {quotient.failures} of {quotient.draws}",
-    )
-
-
-def low_rank() -> Finding:
-    """The same theorem as S0's, for the product of two softmaxes."""
-    return sketched(efficient(draw(512, 16), draw(512, 16, seed=1)).dense())
-
-
+@SOURCE.claim(
+    "S2.independent-of-n",
+    "3.2, eq. (4)",
+    "Because P has rank d, a k that does not depend on n reproduces P w within eps ||P w||",
+    r"k=\Theta(\log d),\ \|\tilde Pw-Pw\|\le\varepsilon\|Pw\|",
+    Outcome.CORRECTED,
+    "A fixed number of slots suffices for any length if the error may be relative to the norms of P and w.",
+    truth="||PR'Rw - Pw|| <= eps ||P||_F ||w|| for a k that depends on neither n nor d",
+)
 def independent_of_n() -> Finding:
     """k = 9 ln d / (eps^2 - eps^3), the same for every n: the error relative to ||P w||, and to ||P||_F ||w||."""
     d, epsilon = 8, 0.5
@@ -226,167 +350,91 @@ def independent_of_n() -> Finding:
         to_output.append(measured / (p @ w).norm().item())
         to_lengths.append(max(measured, root) / (p.norm() * w.norm()).item())
     return Finding(
-        Verdict(f"error relative to ||Pw||, k = {k}, largest over n = 64 … 1024", "", max(to_output), epsilon, {}),
-        corrected=Verdict("error relative to ||P||_F ||w||", "", max(to_lengths), epsilon, {}),
+        at_most(f"error relative to ||Pw||, k = {k}, largest over n = 64 … 1024", max(to_output), epsilon),
+        corrected=at_most("error relative to ||P||_F ||w||", max(to_lengths), epsilon),
         example=f"w of zero mean, k = {k}, n = 64, 256, 1024: relative to ||Pw|| the error is "
         f"{', '.join(f'{x:.1f}' for x in to_output)}; relative to ||P||_F ||w|| "
         f"{', '.join(f'{x:.2f}' for x in to_lengths)}, and this does not need P to be of low rank",
     )
 
 
+@SOURCE.claim(
+    "S2.figure-1",
+    "Figure 1",
+    "The new context matrix is low rank",
+    r"\mathrm{rank}(HL)\le d",
+    Outcome.HOLDS,
+    "It is a product through d features; softmax attention is not low rank for this reason.",
+)
 def long_tail() -> Finding:
     """Figure 1: the double softmax has rank at most d, whatever n."""
     ranks = [int(torch.linalg.matrix_rank(efficient(draw(n, 8), draw(n, 8, seed=1)).dense())) for n in (32, 128)]
     plain = int(torch.linalg.matrix_rank(softmax(3 * draw(128, 8), 3 * draw(128, 8, seed=1)).dense(), rtol=1e-6))
     return Finding(
-        Verdict("rank of the double softmax, d = 8", "", max(ranks), 8, {}),
+        at_most("rank of the double softmax, d = 8", max(ranks), 8),
         example=f"n = 128: the double softmax has rank {ranks[1]}, softmax attention on sharp scores {plain}",
     )
 
 
-ENTRIES = (
-    Entry(
-        "S2.scaling",
-        "2, step (a)",
-        "With scaling functions, f(Q)f(K)'V and f(QK')V are the same",
-        r"\tfrac{Q}{\sqrt n}\big(\tfrac{K^\top}{\sqrt n}V\big)=\tfrac{QK^\top}nV",
-        Outcome.HOLDS,
-        "Without a softmax, attention is linear in cost for free.",
-        scaling_functions,
-    ),
-    Entry(
-        "S2.jl",
-        "2, JL lemma",
-        "8 ln q / eps^2 dimensions keep distances between q points",
-        r"n>8\ln q/\varepsilon^2",
-        Outcome.HOLDS,
-        "Random projections keep geometry.",
-        jl_distances,
-    ),
-    Entry(
-        "S2.lemma-1",
-        "3.1, Lemma 1",
-        "A random projection rarely stretches a vector",
-        r"\Pr(\|Rx\|\le(1+\varepsilon)\|x\|)\ge1-2e^{-(\varepsilon^2-\varepsilon^3)k/4}",
-        Outcome.HOLDS,
-        "True, with room to spare.",
-        jl_lemma_1,
-    ),
-    Entry(
-        "S2.lemma-2",
-        "3.1, Lemma 2",
-        "||xR'Ry|| <= eps ||xy|| with high probability",
-        r"\Pr(\|xR^\top Ry\|\le\varepsilon\|xy\|)\ge1-2e^{-(\varepsilon^2-\varepsilon^3)k/4}",
-        Outcome.CORRECTED,
-        "Inner products are kept relative to lengths; an inner product near zero is not kept relative to itself.",
-        jl_lemma_2,
-        truth="|xR'Ry - xy| <= eps ||x|| ||y||",
-    ),
-    Entry(
-        "S2.low-rank",
-        "3.1",
-        "A sketch of rank 5 log(n) / (eps^2 - eps^3) keeps P c to eps ||P c||",
-        r"\Pr(\|\tilde Pc-Pc\|\le\varepsilon\|Pc\|)>1-o(1)",
-        Outcome.CORRECTED,
-        "As for softmax attention (S0.low-rank): the error is relative to ||P|| ||c||.",
-        low_rank,
-        truth="E||PR'Rc - Pc||^2 = (||P||_F^2 ||c||^2 + ||Pc||^2) / k",
-    ),
-    Entry(
-        "S2.rank",
-        "3.1",
-        "P R'R has rank at most k",
-        r"\mathrm{rank}(PR^\top R)\le k",
-        Outcome.HOLDS,
-        "So it can be applied in linear time.",
-        rank_at_most_k,
-    ),
-    Entry(
-        "S2.normaliser",
-        "3.1",
-        "exp(A) D_A^-1 exp(B) D_B^-1 with column sums is the attention",
-        r"(D_A)_{ii}=\sum_j\exp(A_{ji})",
-        Outcome.CORRECTED,
-        "Read by rows, the product of two softmaxes averages, as attention should.",
-        stochastic_reading,
-        truth="rows of both factors sum to one",
-    ),
-    Entry(
-        "S2.order",
-        "3.2",
-        "H(LX) is cheaper than (HL)X",
-        r"nd^2+d^2k<2ndk",
-        Outcome.HOLDS_WITH_PREMISE,
-        "Multiply the small matrices first; which they are depends on d and k.",
-        order_of_products,
-        premise="d (n + k) < 2 n k, so d below about 2 k",
-    ),
-    Entry(
-        "S2.independent",
-        "3.2, Table 1",
-        "The cost O(n d^2) does not depend on the projection dimension k",
-        r"O(nd^2)",
-        Outcome.CORRECTED,
-        "Forming E K and F V with dense E, F costs O(nkd). Pool, or sketch by signs, and it becomes true.",
-        independent_of_k,
-        truth="independent of k for projections that cost O(nd)",
-    ),
-    Entry(
-        "S2.delta",
-        "3.2",
-        "E = delta R, F = e^-delta R, delta = 2^-n is close to the unprojected attention",
-        r"E=\delta R,\ F=e^{-\delta}R,\ \delta=2^{-n}",
-        Outcome.REFUTED,
-        "Never build it: E K vanishes and every token gets the same output. Learn E and F, or pool.",
-        delta_construction,
-    ),
-    Entry(
-        "S2.product-norm",
-        "3.2",
-        "||ab|| = ||a|| ||b|| for two vectors",
-        r"\|ab\|=\|a\|\|b\|",
-        Outcome.CORRECTED,
-        "Only for outer products; for inner products it is an inequality.",
-        norm_of_a_product,
-        truth="|ab| <= ||a|| ||b||",
-    ),
-    Entry(
-        "S2.sketch-size",
-        "3.2",
-        "k = 5 log(n) (eps^2 - eps^3) suffices",
-        r"k=5\log n\,(\varepsilon^2-\varepsilon^3)",
-        Outcome.CORRECTED,
-        "The printed product gives a handful of dimensions; the quotient is meant.",
-        size_of_the_sketch,
-        truth="k = 5 log(n) / (eps^2 - eps^3)",
-    ),
-    Entry(
-        "S2.sketch-size-d",
-        "3.2, eq. (4)",
-        "k = 9 log(d) (eps^2 - eps^3) suffices",
-        r"k=9\log d\,(\varepsilon^2-\varepsilon^3)",
-        Outcome.CORRECTED,
-        "The same slip a second time.",
-        size_free_of_n,
-        truth="k = 9 log(d) / (eps^2 - eps^3)",
-    ),
-    Entry(
-        "S2.independent-of-n",
-        "3.2, eq. (4)",
-        "Because P has rank d, a k that does not depend on n keeps P w to eps ||P w||",
-        r"k=\Theta(\log d),\ \|\tilde Pw-Pw\|\le\varepsilon\|Pw\|",
-        Outcome.CORRECTED,
-        "A fixed number of slots is fine for any length if the error may be relative to the sizes of P and w.",
-        independent_of_n,
-        truth="||PR'Rw - Pw|| <= eps ||P||_F ||w|| for a k that depends on neither n nor d",
-    ),
-    Entry(
-        "S2.figure-1",
-        "Figure 1",
-        "The new context matrix is low rank",
-        r"\mathrm{rank}(HL)\le d",
-        Outcome.HOLDS,
-        "Because it is a product through d features; that says nothing about softmax attention.",
-        long_tail,
-    ),
+add_table(
+    SOURCE,
+    {"efficient": ("This model", "O(nd^2)", "For E = F = I, which is Efficient Attention.")},
+    {"efficient": ("This model", "O(1)", "Three products.")},
+    timed=False,  # the same rows are timed for Xie's table
 )
+
+
+@SOURCE.claim(
+    "S2.table-projected",
+    "Table 1",
+    "A Linformer costs O(nk) a layer",
+    r"\text{Linformer}: O(nk)",
+    Outcome.HOLDS,
+    "Choose k once; it does not grow with n.",
+    timing=partial(timed_growth, "projected"),
+)
+def linformer_in_k() -> Finding:
+    """O(nk): the cost at a fixed length against the projection size."""
+    n, sizes = 512, (32, 64, 128, 256)
+    q, k = draw(n, 16).float(), draw(n, 16, seed=1).float()
+    costs = [projected(q, k, dense(draw(size, n, seed=2).float())).cost(16).multiply_adds for size in sizes]
+    in_k, in_n = exponent(sizes, costs).value, growth("projected", "multiply_adds").value
+    return Finding(
+        at_most("larger of the fitted exponents in n and in k", max(in_k, in_n), 1 + SLACK),
+        example=f"in k: exponent {in_k:.2f}, in n: {in_n:.2f}",
+    )
+
+
+@SOURCE.claim(
+    "S2.quadratic-space",
+    "1",
+    "Self-attention uses quadratic time and space",
+    r"O(n^2)\text{ space}",
+    Outcome.HOLDS_WITH_PREMISE,
+    "Memory is no longer a reason to replace exact attention; time is.",
+    premise="P is formed; a fused kernel needs quadratic time and linear space",
+)
+def quadratic_space() -> Finding:
+    """Exact attention with P formed, and with a kernel that never forms it."""
+    formed, fused = formed_memory_growth(), memory_growth("softmax")
+    return Finding(
+        at_most("distance of the exponent of peak memory from 2, P formed", abs(formed.value - 2), SLACK),
+        without=at_most("the same with a fused kernel", abs(fused.value - 2), SLACK),
+        example=f"peak memory {formed} with P formed, {fused} with torch's fused attention, for the same output",
+    )
+
+
+@SOURCE.claim(
+    "S2.linear-space",
+    "Abstract",
+    "The new attention is linear in space",
+    r"O(n)\text{ space}",
+    Outcome.HOLDS,
+    "So is exact attention in a fused kernel; the gain is in time.",
+)
+def linear_space() -> Finding:
+    growths = {name: memory_growth(name) for name in ("efficient", "factored")}
+    return Finding(
+        at_most("exponent of peak memory", max(growth.value for growth in growths.values()), 1 + SLACK),
+        example=", ".join(f"{name} {growth}" for name, growth in growths.items()),
+    )

@@ -1,53 +1,30 @@
-"""S3, the mathematical view: the general form, symmetry, and what convolutions do under permutations."""
+"""Ji & Xie (S3), a mathematical view of attention: the general form, symmetry, and convolutions under permutations."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from headwise.ledger.draws import draw, matrix
-from headwise.ledger.entry import Entry, Finding, Outcome, rounding
+from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, generator, matrix, rounding
 from headwise.nn import GridAttention, LearnedQuery, MultiHead
 from headwise.operators import dot_product, softmax
 from headwise.theory.groups import permutations, translations
-from headwise.theory.symmetry import check_equivariance, check_invariance
-from headwise.theory.symmetry_report import Symmetry
+from headwise.theory.symmetry import Symmetry, SymmetryReport, check_equivariance, check_invariance
 from headwise.theory.verdict import Verdict
 
-_ORDER = (Symmetry.EXACT, Symmetry.ROUNDING, Symmetry.BORDER_ONLY, Symmetry.APPROXIMATE, Symmetry.BROKEN)
+SOURCE = Source(
+    "S3", "Shuiwang Ji & Yaochen Xie", "A Mathematical View of Attention Models in Deep Learning", "a mathematical view"
+)
 
 
-def _grade(claim: str, report, worst: Symmetry = Symmetry.ROUNDING) -> Verdict:
-    """0 exact, 1 rounding, 2 border only, 3 approximate, 4 broken."""
-    return Verdict(claim, "", _ORDER.index(report.verdict), _ORDER.index(worst), {})
-
-
-def equivariance() -> Finding:
-    torch.manual_seed(0)
-    layer, x = MultiHead(8, 2).double().eval(), draw(1, 9, 8)
-    placed = lambda y: layer(y + draw(1, 9, 8, seed=5))  # noqa: E731
-    return Finding(
-        _grade("A(X) under permutations of its tokens", check_equivariance(layer, permutations(), x)),
-        without=_grade("the same with an encoding of positions added", check_equivariance(placed, permutations(), x)),
-        example="a different vector added at each place, as positional encodings do, and the order is seen",
-    )
-
-
-def invariance() -> Finding:
-    torch.manual_seed(0)
-    pooling = LearnedQuery(8, 3, 2).double().eval()
-    return Finding(
-        _grade("A_Q(X) under permutations of its tokens", check_invariance(pooling, permutations(), draw(1, 9, 8)))
-    )
-
-
-def softmax_of_a_permuted_matrix() -> Finding:
-    m, order = draw(7, 7), torch.randperm(7, generator=torch.Generator().manual_seed(1))
-    pi = torch.eye(7, dtype=torch.float64)[order]
-    error = (torch.softmax(pi.mT @ m @ pi, -1) - pi.mT @ torch.softmax(m, -1) @ pi).abs().max().item()
-    return Finding(rounding("softmax(P'MP) = P' softmax(M) P", error))
-
-
+@SOURCE.claim(
+    "S3.matrix",
+    "eq. (2)",
+    "With the embedded Gaussian, attention is one matrix expression",
+    r"O=W_vV\,\mathrm{softmax}((W_kK)^\top W_qQ)",
+    Outcome.HOLDS,
+    "Attention is a linear operator on the values, defined by queries and keys.",
+)
 def matrix_form() -> Finding:
     """Eq. (1) with f = exp(q.k), one sum after the other, against eq. (2), transposed: tokens as rows."""
     q, k, v = draw(4, 3), draw(6, 3, seed=1), draw(6, 5, seed=2)
@@ -61,23 +38,99 @@ def matrix_form() -> Finding:
     return Finding(rounding("sums over keys = one matrix product", max(errors)))
 
 
+_GRADES = tuple(Symmetry)
+
+
+def _grade(claim: str, report: SymmetryReport) -> Verdict:
+    """At most rounding; 0 exact, 1 rounding, 2 border only, 3 approximate, 4 broken."""
+    return at_most(claim, _GRADES.index(report.verdict), _GRADES.index(Symmetry.ROUNDING))
+
+
+@SOURCE.claim(
+    "S3.equivariant",
+    "Theorem, first half",
+    "Self-attention is permutation equivariant",
+    r"A(\Pi X)=\Pi A(X)",
+    Outcome.HOLDS_WITH_PREMISE,
+    "Token order must be given by a positional encoding.",
+    premise="no positional encoding",
+)
+def equivariance() -> Finding:
+    torch.manual_seed(0)
+    layer, x = MultiHead(8, 2).double().eval(), draw(1, 9, 8)
+    placed = lambda y: layer(y + draw(1, 9, 8, seed=5))  # noqa: E731
+    return Finding(
+        _grade("A(X) under permutations of its tokens", check_equivariance(layer, permutations(), x)),
+        without=_grade("the same with an encoding of positions added", check_equivariance(placed, permutations(), x)),
+        example="a different vector added at each position, as by a positional encoding, breaks the symmetry",
+    )
+
+
+@SOURCE.claim(
+    "S3.invariant",
+    "Theorem, second half",
+    "Attention with learned queries is permutation invariant",
+    r"A_Q(\Pi X)=A_Q(X)",
+    Outcome.HOLDS,
+    "It pools sets of tokens.",
+)
+def invariance() -> Finding:
+    torch.manual_seed(0)
+    pooling = LearnedQuery(8, 3, 2).double().eval()
+    return Finding(
+        _grade("A_Q(X) under permutations of its tokens", check_invariance(pooling, permutations(), draw(1, 9, 8)))
+    )
+
+
+@SOURCE.claim(
+    "S3.softmax",
+    "Proof",
+    "softmax(P'MP) = P' softmax(M) P",
+    r"\mathrm{softmax}(\Pi^\top M\Pi)=\Pi^\top\mathrm{softmax}(M)\Pi",
+    Outcome.HOLDS,
+    "The identity that the proof uses.",
+)
+def softmax_of_a_permuted_matrix() -> Finding:
+    m, order = draw(7, 7), torch.randperm(7, generator=generator(1))
+    pi = torch.eye(7, dtype=torch.float64)[order]
+    error = (torch.softmax(pi.mT @ m @ pi, -1) - pi.mT @ torch.softmax(m, -1) @ pi).abs().max().item()
+    return Finding(rounding("softmax(P'MP) = P' softmax(M) P", error))
+
+
+@SOURCE.claim(
+    "S3.proof",
+    "Proof, eq. (7)",
+    "The proof's operator is the one defined",
+    r"\mathrm{softmax}((W_kX)^\top W_vX)",
+    Outcome.CORRECTED,
+    "A misprint: W_v stands for W_q.",
+    truth="W_q in place of W_v; the theorem stands",
+)
 def proof_as_printed() -> Finding:
     """The proof writes W_v where W_q is meant: compare with the definition it starts from."""
     x, wq, wk, wv = matrix([[0.0], [1.0]]), matrix([[0.0]]), matrix([[1.0]]), matrix([[1.0]])
     meant = torch.softmax((x @ wq) @ (x @ wk).mT, -1) @ x @ wv
     printed = torch.softmax((x @ wv) @ (x @ wk).mT, -1) @ x @ wv
     y, uq, uk, uv = draw(6, 5), draw(5, 5, seed=1), draw(5, 5, seed=2), draw(5, 5, seed=3)
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(6, generator=generator(1))
     stays, moved = (torch.softmax((z @ uq) @ (z @ uk).mT, -1) @ z @ uv for z in (y, y[order]))
     return Finding(
         rounding("the operator in the proof is the one defined", (printed - meant).abs().max().item()),
         corrected=rounding("the theorem, with W_q where the proof has W_v", (moved - stays[order]).abs().max().item()),
         example=f"two tokens 0 and 1, W_q = 0, W_k = W_v = 1: as defined both outputs are {meant[0].item():g} and "
-        f"{meant[1].item():g}, as printed {printed[0].item():g} and {printed[1].item():.3f}. A slip of the pen: the "
-        "argument does not use which matrix it is",
+        f"{meant[1].item():g}, as printed {printed[0].item():g} and {printed[1].item():.3f}. A misprint: the "
+        "argument does not depend on which matrix it is",
     )
 
 
+@SOURCE.claim(
+    "S3.pointwise",
+    "Convolutions",
+    "A 1x1 convolution is permutation equivariant",
+    r"\mathrm{conv}_{1\times1}(\Pi X)=\Pi\,\mathrm{conv}_{1\times1}(X)",
+    Outcome.HOLDS,
+    "It is a linear map of each pixel.",
+)
 def one_by_one_convolution() -> Finding:
     torch.manual_seed(0)
     return Finding(
@@ -88,14 +141,31 @@ def one_by_one_convolution() -> Finding:
     )
 
 
+@SOURCE.claim(
+    "S3.convolution",
+    "Convolutions",
+    "A larger convolution is neither equivariant nor invariant under permutations",
+    r"\mathrm{conv}_{3\times3}(\Pi X)\neq\Pi\,\mathrm{conv}_{3\times3}(X)",
+    Outcome.HOLDS,
+    "Its result depends on the order of neighbours.",
+)
 def larger_convolution() -> Finding:
-    """`neither` is the claim: both checks must come out broken."""
+    """The claim is `neither`: both symmetries must be broken."""
     torch.manual_seed(0)
     conv, x = _flat(nn.Conv2d(3, 3, 3, padding=1)), draw(1, 20, 3)
     grades = (check_equivariance(conv, permutations(), x).verdict, check_invariance(conv, permutations(), x).verdict)
-    return Finding(Verdict("4 minus the better of both grades", "", 4 - min(_ORDER.index(g) for g in grades), 0, {}))
+    return Finding(at_most("4 minus the better of both grades", 4 - min(_GRADES.index(g) for g in grades), 0))
 
 
+@SOURCE.claim(
+    "S3.translation",
+    "Convolutions",
+    "Convolutions are equivariant to translations",
+    r"\mathrm{conv}(TX)=T\,\mathrm{conv}(X)",
+    Outcome.HOLDS_WITH_PREMISE,
+    "With zero padding a network can detect the border.",
+    premise="away from the border, or with circular padding",
+)
 def translation() -> Finding:
     torch.manual_seed(0)
     x = draw(1, 3, 9, 9)
@@ -111,21 +181,33 @@ def translation() -> Finding:
     )
 
 
+@SOURCE.claim(
+    "S3.outputs",
+    "Learnable query",
+    "The number of outputs is the number of queries",
+    r"O\in\mathbb R^{q\times n}",
+    Outcome.HOLDS,
+    "A learned query pools any length to a fixed one.",
+)
 def outputs_are_queries() -> Finding:
     torch.manual_seed(0)
     pooling = LearnedQuery(8, 3, 2)
     sizes = [pooling(torch.randn(1, n, 8)).shape[-2] for n in (4, 9, 17)]
     return Finding(
-        Verdict(
-            "largest distance of the number of outputs from the number of queries",
-            "",
-            max(abs(s - 3) for s in sizes),
-            0,
-            {},
+        at_most(
+            "largest distance of the number of outputs from the number of queries", max(abs(s - 3) for s in sizes), 0
         )
     )
 
 
+@SOURCE.claim(
+    "S3.grids",
+    "Higher order data",
+    "Attention on grids is attention on the unfolded grid, with the shape of the queries",
+    r"O\in\mathbb R^{h\times w\times q}",
+    Outcome.HOLDS,
+    "The output may be larger or smaller than the keys' grid.",
+)
 def grids() -> Finding:
     """Unfold, attend, fold: a 2-D layer against the same weights on the list of its pixels."""
     torch.manual_seed(0)
@@ -142,8 +224,17 @@ def grids() -> Finding:
     )
 
 
+@SOURCE.claim(
+    "S3.normaliser",
+    "eq. (1)",
+    "Dividing by C = sum f normalises",
+    r"\tfrac1C\sum_if(q,k_i)=1",
+    Outcome.HOLDS_WITH_PREMISE,
+    "For dot products use C = n: the sum of f may be zero.",
+    premise="f > 0",
+)
 def normaliser() -> Finding:
-    """C = sum f: rows sum to one for positive f; for a dot product C may vanish."""
+    """C = sum f: rows sum to one for positive f; for dot products C may be zero."""
     q, k = draw(5, 4), draw(6, 4, seed=1)
     rows = softmax(q, k).dense().sum(-1)
     q2, k2 = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
@@ -151,7 +242,7 @@ def normaliser() -> Finding:
     chosen = dot_product(q2, k2).dense()
     return Finding(
         rounding("rows of P sum to one, f = exp", (rows - 1).abs().max().item()),
-        without=Verdict("1 / |sum f| for f = q.k, k_2 = -k_1", "", 1 / total if total else float("inf"), 1e6, {}),
+        without=at_most("1 / |sum f| for f = q.k, k_2 = -k_1", 1 / total if total else float("inf"), 1e6),
         example=f"q = (1, 0), k = (1, 0), (-1, 0): sum of q.k is 0; with C = n the row is {chosen.tolist()[0]}",
     )
 
@@ -164,110 +255,3 @@ def _flat(conv: nn.Module):
         return conv(x.mT.unflatten(-1, (4, 5)).to(next(conv.parameters()).dtype)).flatten(2).mT
 
     return act
-
-
-ENTRIES = (
-    Entry(
-        "S3.matrix",
-        "eq. (2)",
-        "With the embedded Gaussian, attention is one matrix expression",
-        r"O=W_vV\,\mathrm{softmax}((W_kK)^\top W_qQ)",
-        Outcome.HOLDS,
-        "Attention is a linear operator on the values, made of queries and keys.",
-        matrix_form,
-    ),
-    Entry(
-        "S3.equivariant",
-        "Theorem, first half",
-        "Self-attention is permutation equivariant",
-        r"A(\Pi X)=\Pi A(X)",
-        Outcome.HOLDS_WITH_PREMISE,
-        "Order must be given to it as positions.",
-        equivariance,
-        premise="no positional encoding",
-    ),
-    Entry(
-        "S3.invariant",
-        "Theorem, second half",
-        "Attention with learned queries is permutation invariant",
-        r"A_Q(\Pi X)=A_Q(X)",
-        Outcome.HOLDS,
-        "It pools sets.",
-        invariance,
-    ),
-    Entry(
-        "S3.softmax",
-        "Proof",
-        "softmax(P'MP) = P' softmax(M) P",
-        r"\mathrm{softmax}(\Pi^\top M\Pi)=\Pi^\top\mathrm{softmax}(M)\Pi",
-        Outcome.HOLDS,
-        "What the proof rests on.",
-        softmax_of_a_permuted_matrix,
-    ),
-    Entry(
-        "S3.proof",
-        "Proof, eq. (7)",
-        "The proof's operator is the one defined",
-        r"\mathrm{softmax}((W_kX)^\top W_vX)",
-        Outcome.CORRECTED,
-        "A slip: W_v stands for W_q.",
-        proof_as_printed,
-        truth="W_q in place of W_v; the theorem stands",
-    ),
-    Entry(
-        "S3.pointwise",
-        "Convolutions",
-        "A 1x1 convolution is permutation equivariant",
-        r"\mathrm{conv}_{1\times1}(\Pi X)=\Pi\,\mathrm{conv}_{1\times1}(X)",
-        Outcome.HOLDS,
-        "It is a linear map of each pixel.",
-        one_by_one_convolution,
-    ),
-    Entry(
-        "S3.convolution",
-        "Convolutions",
-        "A larger convolution is neither equivariant nor invariant under permutations",
-        r"\mathrm{conv}_{3\times3}(\Pi X)\neq\Pi\,\mathrm{conv}_{3\times3}(X)",
-        Outcome.HOLDS,
-        "Its neighbours are ordered.",
-        larger_convolution,
-    ),
-    Entry(
-        "S3.translation",
-        "Convolutions",
-        "Convolutions are equivariant to translations",
-        r"\mathrm{conv}(TX)=T\,\mathrm{conv}(X)",
-        Outcome.HOLDS_WITH_PREMISE,
-        "Zero padding lets a network find out where the border is.",
-        translation,
-        premise="away from the border, or with circular padding",
-    ),
-    Entry(
-        "S3.outputs",
-        "Learnable query",
-        "The number of outputs is the number of queries",
-        r"O\in\mathbb R^{q\times n}",
-        Outcome.HOLDS,
-        "A learned query pools any length to a fixed one.",
-        outputs_are_queries,
-    ),
-    Entry(
-        "S3.grids",
-        "Higher order data",
-        "Grids are attended by unfolding, with the queries' shape",
-        r"O\in\mathbb R^{h\times w\times q}",
-        Outcome.HOLDS,
-        "The output may be larger or smaller than the keys' grid.",
-        grids,
-    ),
-    Entry(
-        "S3.normaliser",
-        "eq. (1)",
-        "Dividing by C = sum f normalises",
-        r"\tfrac1C\sum_if(q,k_i)=1",
-        Outcome.HOLDS_WITH_PREMISE,
-        "For dot products use C = n: the sum of f may be zero.",
-        normaliser,
-        premise="f > 0",
-    ),
-)

@@ -1,23 +1,38 @@
-"""S0, on the loss of rank: softmax, paths, the bound, low rank.  The questions it ends with are in s0_questions."""
+"""Xie's notes (S0) on rank collapse: softmax, paths, the collapse bound, low rank, and their four questions."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from torch import Tensor
 
-from headwise.ledger.draws import draw, generator, matrix
-from headwise.ledger.entry import Entry, Finding, Outcome, rounding
+from headwise.ledger.complexity_tables import add_table
+from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, generator, matrix, rounding, shown
 from headwise.linalg.norms import composite_norm, infinity_norm, one_norm, spectral_norm
 from headwise.theory import concentration, paths
-from headwise.theory.collapse import collapse
+from headwise.theory.collapse import collapse, log_bound, relative_residual, residual
 from headwise.theory.counterexamples import Worst, search
-from headwise.theory.residual import residual
 from headwise.theory.stack import random_stack
-from headwise.theory.verdict import Verdict
+
+SOURCE = Source(
+    "S0",
+    "Xie Zejian",
+    "Attention (2021), notes on Dong, Cordonnier & Loukas 2021 and on Wang et al. 2020",
+    "rank collapse",
+)
 
 
+@SOURCE.claim(
+    "S0.shift",
+    "2.1",
+    "softmax(A + x1') = softmax(A)",
+    r"\mathrm{softmax}(A + x\mathbf 1^\top)=\mathrm{softmax}(A)",
+    Outcome.HOLDS_WITH_PREMISE,
+    "A key bias in attention does nothing; a query bias does.",
+    premise="the constant is added to whole rows (x is a column), not to whole columns",
+)
 def shift_invariance() -> Finding:
     a, c = draw(6, 9), draw(6, 1, seed=1)
     error = (torch.softmax(a + c, -1) - torch.softmax(a, -1)).abs().max().item()
@@ -31,6 +46,14 @@ def shift_invariance() -> Finding:
     )
 
 
+@SOURCE.claim(
+    "S0.paths",
+    "Theorem 2.1",
+    "A stack of attention is the sum over its H^L paths, plus a constant row",
+    r"\mathrm{SAN}(X)=\sum_{p\in[H]^L}P_pXW_p+\mathbf 1b^\top",
+    Outcome.HOLDS,
+    "The contribution of every sequence of heads can be computed separately.",
+)
 def path_decomposition() -> Finding:
     stack, x = random_stack(3, 3, 6, bias=0.5, scale=1.5, generator=generator()), draw(7, 6, seed=1)
     total = sum(y for _, y in paths.single_paths(stack, x))
@@ -40,6 +63,14 @@ def path_decomposition() -> Finding:
     return Finding(rounding("27 paths and one bias, the same for all tokens, add up to the network", error + constant))
 
 
+@SOURCE.claim(
+    "S0.paths-skip",
+    "Theorem 2.1",
+    "With skip connections there are (H+1)^L paths",
+    r"|\mathrm{paths}|=(H+1)^L",
+    Outcome.HOLDS,
+    "A skip connection is one more head, with P = I.",
+)
 def path_decomposition_with_skips() -> Finding:
     stack, x = random_stack(3, 2, 6, bias=0.5, skip=True, generator=generator()), draw(7, 6, seed=1)
     walked = list(paths.single_paths(stack, x))
@@ -69,59 +100,93 @@ def bound_gap(
 
 
 def _deep_gap(heads: int) -> float:
-    """Four layers, small inputs so that the bound shrinks, and inputs of ordinary size."""
-    found = []
+    """The largest gap of four random layers, for small inputs, where the bound shrinks, and for ordinary ones."""
+    gaps = []
     for seed in range(10):
         stack = random_stack(4, heads, 6, generator=generator(seed))
-        found += [collapse(stack, size * draw(5, 6, seed=seed + 100)).verdict().measured for size in (0.02, 1.0)]
-    return max(found)
+        gaps += [collapse(stack, size * draw(5, 6, seed=seed + 100)).verdict().measured for size in (0.02, 1.0)]
+    return max(gaps)
 
 
 def _bound(heads: int, small: tuple[int, int, int], large: tuple[int, int, int]) -> Finding:
-    found = [bound_gap(heads, *sizes) for sizes in (small, large)]
+    worst = max((bound_gap(heads, *sizes) for sizes in (small, large)), key=lambda result: result.gap)
     deep = _deep_gap(heads)
-    worst = max(found, key=lambda each: each.gap)
     x = worst.at[0]
     return Finding(
-        Verdict("largest log(left / right) found by gradient search", "", max(worst.gap, deep), 0.0, {}),
-        example=f"the tightest layer found has left/right = {math.exp(worst.gap):.3f}, with {x.shape[0]} tokens of "
+        at_most("largest log(left / right) found by gradient search", max(worst.gap, deep), 0.0),
+        example=f"the tightest layer has left/right = {math.exp(worst.gap):.3f}, with {x.shape[0]} tokens of "
         f"width {x.shape[1]}; four layers of random weights reach {math.exp(deep):.2g}",
     )
 
 
+@SOURCE.claim(
+    "S0.bound",
+    "Theorem 2.2",
+    "Pure attention with one head loses its residual doubly exponentially",
+    r"\|\mathrm{res}\,\mathrm{SAN}(X)\|\le(4\beta/\sqrt d)^{(3^L-1)/2}\|\mathrm{res}X\|^{3^L}",
+    Outcome.HOLDS,
+    "A search for a violation found none: evidence, not proof. At its tightest the bound is 8 times too large.",
+)
 def bound_one_head() -> Finding:
     return _bound(1, (2, 1, 1), (5, 4, 2))
 
 
+@SOURCE.claim(
+    "S0.bound-heads",
+    "Theorem 2.2",
+    "The same bound holds for H heads, with H beta in place of beta",
+    r"\beta\to H\beta",
+    Outcome.HOLDS,
+    "More heads do not prevent collapse; skip connections do.",
+)
 def bound_many_heads() -> Finding:
     return _bound(3, (3, 2, 1), (5, 4, 2))
 
 
+@SOURCE.claim(
+    "S0.residual",
+    "Definition 2.1",
+    "The mean is the best row to subtract",
+    r"\bar x=\arg\min_x\|X-\mathbf 1x^\top\|_2",
+    Outcome.HOLDS_WITH_PREMISE,
+    "Measure residuals with the mean, in a unitarily invariant norm.",
+    premise="a unitarily invariant norm, such as the 2-norm",
+)
 def residual_minimiser() -> Finding:
     """The mean against a gradient search for a better row, in the spectral and in the infinity norm."""
 
     def gain(norm, x: Tensor) -> tuple[float, float]:
         best, row = norm(residual(x)).item(), x.mean(0).clone().requires_grad_()
         optimizer = torch.optim.Adam([row], lr=0.02)
-        found = best
+        smallest = best
         for _ in range(300):
             value = norm(x - row)
-            found = min(found, value.item())
+            smallest = min(smallest, value.item())
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
-        return (best - found) / best, found
+        return (best - smallest) / best, smallest
 
     x = matrix([[0.0], [0.0], [3.0]])
     lost, better = gain(infinity_norm, x)
     return Finding(
-        Verdict("how much a better row than the mean gains, 2-norm", "", gain(spectral_norm, draw(6, 3))[0], 1e-6, {}),
-        without=Verdict("the same in the infinity norm", "", lost, 1e-6, {}),
-        example=f"X = (0, 0, 3)': the mean 1 leaves (-1, -1, 2), infinity norm {infinity_norm(residual(x)):g}; the "
-        f"search finds a row that leaves {better:.3g}",
+        at_most("relative gain of the best row over the mean, 2-norm", gain(spectral_norm, draw(6, 3))[0], 1e-6),
+        without=at_most("the same in the infinity norm", lost, 1e-6),
+        example=f"X = (0, 0, 3)': subtracting the mean 1 leaves (-1, -1, 2), infinity norm "
+        f"{infinity_norm(residual(x)):g}; a gradient search finds a row that leaves {better:.3g}",
     )
 
 
+@SOURCE.claim(
+    "S0.low-rank",
+    "Theorem 2.3",
+    "A random sketch of rank O(log n) reproduces P w within eps ||P w||",
+    r"\|PR^\top Rw-Pw\|\le\varepsilon\|Pw\|",
+    Outcome.CORRECTED,
+    "The error is relative to ||P|| ||w||, not to the output: for zero-mean values the sketch is noise. For rank k, "
+    "truncate the spectrum or learn the projection.",
+    truth="E||PR'Rw - Pw||^2 = (||P||_F^2 ||w||^2 + ||Pw||^2) / k",
+)
 def low_rank() -> Finding:
     return sketched(torch.softmax(draw(512, 16) @ draw(16, 512, seed=1) / 4, -1))
 
@@ -141,101 +206,186 @@ def sketched(p: Tensor, epsilon: float = 0.5) -> Finding:
     two, r = matrix([[0.5, 0.5]]), concentration.sketch(8, 2, generator(7))
     off = (two @ r.mT @ r @ matrix([[1.0], [-1.0]])).item()
     return Finding(
-        Verdict(f"lower end of the failure rate's interval, n = {n}, k = {k}", "", failed.interval[0], 0.05, {}),
-        corrected=Verdict("second moment, distance in standard errors", "", abs(mean - expected) / error, 4.0, {}),
-        example=f"P = (1/2, 1/2), w = (1, -1)': P w = 0, so the claim allows no error, and a sketch of 8 rows has "
-        f"{off:+.3f}; at n = {n}, w of zero mean fails in {failed.failures} of {failed.draws} draws, w nearly constant "
-        f"in {easy.failures}; of ||P||_F = {size:.3g} the sketch loses {random:.3g} and the best matrix of that rank "
-        f"{best:.2g}",
+        at_most(f"lower end of the failure rate's interval, n = {n}, k = {k}", failed.interval[0], 0.05),
+        corrected=at_most("second moment, distance in standard errors", abs(mean - expected) / error, 4.0),
+        example=f"P = (1/2, 1/2), w = (1, -1)': P w = 0, so the claim allows no error, but a sketch of 8 rows has "
+        f"error {off:+.3f}; at n = {n}, w of zero mean fails in {failed.failures} of {failed.draws} draws, w nearly "
+        f"constant in {easy.failures}; of ||P||_F = {size:.3g} the sketch loses {random:.3g} and the best matrix of "
+        f"that rank {best:.2g}",
     )
 
 
+@SOURCE.claim(
+    "S0.rank",
+    "2.3",
+    "The rank is Theta(log n * log n)",
+    r"\mathrm{rank}\,\tilde P=\Theta(\log n\cdot\log n)",
+    Outcome.CORRECTED,
+    "The theorem itself states Theta(log n).",
+    truth="rank = Theta(log n)",
+)
 def rank_of_the_sketch() -> Finding:
     sizes = [concentration.sketch_size(n, 0.5) for n in (2**8, 2**16)]
     ratio = sizes[1] / sizes[0]
     return Finding(
-        Verdict("distance of k(n^2) / k(n) from 4, as log n * log n would have it", "", abs(ratio - 4), 0.1, {}),
-        corrected=Verdict("distance from 2, as log n has it", "", abs(ratio - 2), 0.1, {}),
+        at_most("distance of k(n^2) / k(n) from 4, the value for log n * log n", abs(ratio - 4), 0.1),
+        corrected=at_most("distance from 2, the value for log n", abs(ratio - 2), 0.1),
         example=f"5 ln n / (eps^2 - eps^3) at eps = 1/2: k(256) = {sizes[0]}, k(256^2) = {sizes[1]}, twice as large",
     )
 
 
-ENTRIES = (
-    Entry(
-        "S0.shift",
-        "2.1",
-        "softmax(A + x1') = softmax(A)",
-        r"\mathrm{softmax}(A + x\mathbf 1^\top)=\mathrm{softmax}(A)",
-        Outcome.HOLDS_WITH_PREMISE,
-        "A key bias in attention does nothing; a query bias does.",
-        shift_invariance,
-        premise="the constant is added to whole rows (x is a column), not to whole columns",
-    ),
-    Entry(
-        "S0.paths",
-        "Theorem 2.1",
-        "A stack of attention is the sum over its H^L paths, plus a constant row",
-        r"\mathrm{SAN}(X)=\sum_{p\in[H]^L}P_pXW_p+\mathbf 1b^\top",
-        Outcome.HOLDS,
-        "Every sequence of heads can be looked at by itself.",
-        path_decomposition,
-    ),
-    Entry(
-        "S0.paths-skip",
-        "Theorem 2.1",
-        "With skip connections there are (H+1)^L paths",
-        r"|\mathrm{paths}|=(H+1)^L",
-        Outcome.HOLDS,
-        "A skip is one more head, whose P is the identity.",
-        path_decomposition_with_skips,
-    ),
-    Entry(
-        "S0.bound",
-        "Theorem 2.2",
-        "Pure attention with one head loses its residual doubly exponentially",
-        r"\|\mathrm{res}\,\mathrm{SAN}(X)\|\le(4\beta/\sqrt d)^{(3^L-1)/2}\|\mathrm{res}X\|^{3^L}",
-        Outcome.HOLDS,
-        "A search for a violation found none: evidence, not proof. The bound is loose by a factor of 8 at its best.",
-        bound_one_head,
-    ),
-    Entry(
-        "S0.bound-heads",
-        "Theorem 2.2",
-        "The same with H heads and 4 H beta",
-        r"\beta\to H\beta",
-        Outcome.HOLDS,
-        "More heads do not prevent collapse; skips do.",
-        bound_many_heads,
-    ),
-    Entry(
-        "S0.residual",
-        "Definition 2.1",
-        "The mean is the row to take away",
-        r"\bar x=\arg\min_x\|X-\mathbf 1x^\top\|_2",
-        Outcome.HOLDS_WITH_PREMISE,
-        "Measure residuals with the mean, in a unitarily invariant norm.",
-        residual_minimiser,
-        premise="a unitarily invariant norm, such as the 2-norm",
-    ),
-    Entry(
-        "S0.low-rank",
-        "Theorem 2.3",
-        "A random sketch of rank O(log n) keeps P w to eps ||P w||",
-        r"\|PR^\top Rw-Pw\|\le\varepsilon\|Pw\|",
-        Outcome.CORRECTED,
-        "The error is relative to ||P|| ||w||, not to the output: for zero-mean values the sketch is noise. If you "
-        "want rank k, take it from the spectrum or learn it.",
-        low_rank,
-        truth="E||PR'Rw - Pw||^2 = (||P||_F^2 ||w||^2 + ||Pw||^2) / k",
-    ),
-    Entry(
-        "S0.rank",
-        "2.3",
-        "The rank is Theta(log n * log n)",
-        r"\mathrm{rank}\,\tilde P=\Theta(\log n\cdot\log n)",
-        Outcome.CORRECTED,
-        "The theorem above it has Theta(log n).",
-        rank_of_the_sketch,
-        truth="rank = Theta(log n)",
-    ),
+WIDEST = 1.25  # e^x <= 1 + 2x, which the step uses, holds up to here
+
+
+def _sides(r: Tensor, e: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """P, softmax(r), D and R for scores 1 r' + E, where rows of E spread by less than WIDEST, and max |R| = 1."""
+    e = WIDEST * torch.sigmoid(e)
+    rest = residual(x)
+    return torch.softmax(r + e, -1), torch.softmax(r, -1), _spread(e), rest / rest.abs().max()
+
+
+def _spread(e: Tensor) -> Tensor:
+    return (e.amax(-1) - e.amin(-1)).unsqueeze(-1)
+
+
+def _starts(n: int, d: int):
+    return lambda g: tuple(torch.randn(*size, dtype=torch.float64, generator=g) for size in ((n,), (n, n), (n, d)))
+
+
+def entrywise_gap(n: int, d: int) -> Worst:
+    """exp(P R) <= exp((I + 2D) 1 softmax(r)' R), the same inequality with both sides positive, at its worst entry."""
+
+    def left(*z: Tensor) -> Tensor:
+        p, s, wide, rest = _sides(*z)
+        return (p @ rest - (1 + 2 * wide) * (s @ rest)).max()
+
+    return search(left, lambda *z: torch.zeros_like(z[0]).sum(), _starts(n, d), starts=8, steps=150)
+
+
+def corrected_gap(n: int, d: int) -> Worst:
+    """|P R - 1 s'R| <= 2D 1 s'|R| at its worst entry."""
+
+    def left(*z: Tensor) -> Tensor:
+        p, s, wide, rest = _sides(*z)
+        return ((p @ rest - s @ rest).abs() / (2 * wide * (s @ rest.abs()))).max().log()
+
+    return search(left, lambda *z: torch.zeros_like(z[0]).sum(), _starts(n, d), starts=20, steps=150)
+
+
+@SOURCE.claim(
+    "S0.question-1",
+    "2.4, step (9)",
+    "P R <= (I + 2D) 1 softmax(r)' R entry by entry",
+    r"PR\le(I+2D)\mathbf 1\,\mathrm{softmax}(r)^\top R",
+    Outcome.CORRECTED,
+    "With absolute values the step is true, and the theorem follows.",
+    truth="|PR - 1 softmax(r)'R| <= 2D 1 softmax(r)'|R|",
 )
+def entrywise_step() -> Finding:
+    """(9): P R <= (I + 2D) 1 softmax(r)' R entry by entry, P = softmax(1 r' + E), D_ii = max_jj' |E_ij - E_ij'|."""
+    r, e, _ = entrywise_gap(2, 1).at
+    r, e = (
+        ((r - r.min()) * 10).round() / 10,
+        (WIDEST * torch.sigmoid(e) * 10).round() / 10,
+    )  # one digit, to check by hand
+    e = e - e.amin(-1, keepdim=True)
+    rest = matrix([[1.0], [-1.0]]) * (1 if r[0] < r[1] else -1)
+    left, right = torch.softmax(r + e, -1) @ rest, (1 + 2 * _spread(e)) * (torch.softmax(r, -1) @ rest)
+    row = int((left - right).argmax())
+    fixed = max(corrected_gap(n, d).gap for n, d in ((2, 1), (5, 3)))
+    return Finding(
+        at_most("P R - (I + 2D) 1 softmax(r)' R at its worst entry", (left - right).max().item(), 0.0),
+        corrected=at_most("largest log(|P R - 1 s'R| / 2D 1 s'|R|) found by gradient search", fixed, 0.0),
+        example=f"two tokens, R = {shown(rest[:, 0])}', r = {shown(r)}, this row of E = {shown(e[row])}: the left side "
+        f"is {left[row].item():.3f}, the right side {right[row].item():.3f} (found by gradient search, seed 0, and "
+        "rounded). A factor above one lowers a negative number, and R has both signs since its columns sum to zero",
+    )
+
+
+def triangle_gap(n: int = 2) -> Worst:
+    """||A + B|| <= ||A|| + ||B|| for the composite norm."""
+    return search(
+        lambda a, b: composite_norm(a + b).log(),
+        lambda a, b: (composite_norm(a) + composite_norm(b)).log(),
+        lambda g: tuple(torch.randn(n, n, dtype=torch.float64, generator=g) for _ in range(2)),
+        starts=20,
+        steps=200,
+        rate=0.02,
+    )
+
+
+@SOURCE.claim(
+    "S0.question-2",
+    "2.4, question 2",
+    "The composite norm is a norm",
+    r"\|A+B\|_{1,\infty}\le\|A\|_{1,\infty}+\|B\|_{1,\infty}",
+    Outcome.CORRECTED,
+    "It is not a distance, but where it tends to zero every norm does.",
+    truth="it bounds the 2-norm from above and is submultiplicative, which is all the proof needs for one head",
+)
+def composite_is_a_norm() -> Finding:
+    worst = triangle_gap()
+    a, b = ((x / x.abs().max()).round() for x in worst.at)  # integers, to check by hand
+    sides = composite_norm(a + b).item(), (composite_norm(a) + composite_norm(b)).item()
+    draws = [draw(4, 5, seed=seed) for seed in range(200)]
+    above = max((spectral_norm(x) / composite_norm(x)).log().item() for x in draws)
+    product = max(
+        (composite_norm(x.mT @ y) / (composite_norm(x.mT) * composite_norm(y))).log().item()
+        for x, y in itertools.pairwise(draws)
+    )
+    return Finding(
+        at_most("||A + B|| against ||A|| + ||B||", sides[0], sides[1]),
+        corrected=at_most("log(||X||_2 / ||X||_(1,inf)) and log(||XY|| / ||X|| ||Y||)", max(above, product), 0.0),
+        example=f"A = {shown(a)}, B = {shown(b)}: ||A + B|| = {sides[0]:.3g} > {sides[1]:.3g} = ||A|| + ||B||. The "
+        f"gradient search (seed 0, start {worst.start}) reaches a ratio of {math.exp(worst.gap):.4f} and these are its "
+        f"matrices rounded to integers, ratio {sides[0] / sides[1]:.4f}",
+    )
+
+
+@SOURCE.claim(
+    "S0.question-3",
+    "2.4, question 3",
+    "The bound tends to zero with depth",
+    r"\sqrt{4\beta/\sqrt d}\,\|\mathrm{res}X\|<1",
+    Outcome.HOLDS_WITH_PREMISE,
+    "For inputs and weights of ordinary size the bound is vacuous; collapse still happens, for other reasons.",
+    premise="sqrt(4 beta / sqrt(d)) ||res X|| < 1",
+)
+def input_residual_below_one() -> Finding:
+    def change(size: float) -> float:
+        known = {"beta": 1.0, "heads": 1, "key_width": 16, "log_residual": math.log(size)}
+        return log_bound(4, **known) - log_bound(3, **known)
+
+    return Finding(
+        at_most("log of the bound, one layer deeper, where sqrt(4 beta / sqrt d) ||res X|| = 0.9", change(0.9), 0.0),
+        without=at_most("the same where it is 1.1", change(1.1), 0.0),
+        example="at beta = 1, d = 16 the bound is ||res X||^(3^L): 0.9, 0.729, 0.387 … or 1.1, 1.331, 2.358 …; the "
+        "second is true but vacuous",
+    )
+
+
+@SOURCE.claim(
+    "S0.question-4",
+    "2.3 and 2.4, conclusion",
+    "Low rank of softmax matrices causes rank collapse",
+    r"\mathrm{rank}(\tilde P)\ll n\Rightarrow\text{collapse}",
+    Outcome.REFUTED,
+    "A full-rank attention matrix collapses tokens too: the cause is averaging, not low rank.",
+)
+def low_rank_causes_collapse() -> Finding:
+    """If low rank were the cause, a P of full rank would keep tokens apart."""
+    p = matrix([[0.9, 0.1], [0.1, 0.9]])
+    x, depth = matrix([[1.0], [-1.0]]), 100
+    values = torch.linalg.svdvals(p)
+    y = torch.linalg.matrix_power(p, depth) @ (x + 1)
+    lost = 1 - (relative_residual(y) / relative_residual(x + 1)).item() if values.min() > 0.5 else 0.0
+    return Finding(
+        at_most(f"share of the residual that {depth} layers of a full-rank P lose", lost, 0.5),
+        example=f"P = {shown(p)}, the softmax of [[log 9, 0], [0, log 9]], has singular values {values[0]:.3g} and "
+        f"{values[1]:.3g}: full rank. Each layer multiplies the difference of two tokens by 0.8, and after {depth} "
+        f"layers the relative residual is {relative_residual(y).item():.0e}. Averaging makes tokens equal, not low "
+        "rank",
+    )
+
+
+add_table(SOURCE, {"projected": ("A Linformer", "O(n)", "For a fixed projection size.")}, {}, timed=True)

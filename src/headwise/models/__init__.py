@@ -7,10 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.models.adopted_attention import adopt
 from headwise.models.intercept import Call, InterceptionError, intercept
 from headwise.models.receipt import Left, Receipt
 
-__all__ = ["Call", "InterceptionError", "Left", "Receipt", "attention", "intercept"]
+__all__ = ["Call", "InterceptionError", "Left", "Receipt", "adopt", "attention", "intercept"]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:

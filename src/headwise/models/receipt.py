@@ -1,17 +1,24 @@
-"""What a rewrite did: parameters and cost before and after, and the largest change of the output on a probe."""
+"""What a conversion or rewrite changed: parameters, cost, largest change of the output; and how these are measured."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
 from headwise.cost import Cost
+from headwise.errors import InputError
+from headwise.testing.counting import count_multiply_adds
 
 
 @final
 @dataclass(frozen=True)
 class Left:
-    """A part that was left as it was, and why."""
+    """A part that was not changed, and why."""
 
     what: str
     why: str
@@ -47,3 +54,45 @@ class Receipt:
     def to_json(self) -> dict[str, Any]:
         """Dicts, lists, strings and numbers only."""
         return asdict(self)
+
+
+def evaluate(module: nn.Module, probe: Tensor) -> object:
+    """module(probe) in evaluation mode without gradients; training flags are restored afterwards."""
+    training = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            return module(probe)
+    except RuntimeError as error:
+        raise InputError(
+            f"{type(module).__name__} does not run on a probe of shape {tuple(probe.shape)}: {error}"
+        ) from error
+    finally:
+        for part, flag in training:
+            part.training = flag
+
+
+def largest_change(old: Callable[[], object], new: Callable[[], object]) -> tuple[float, float]:
+    """(max |new() - old()|, max |old()|) over every tensor of the outputs."""
+    with torch.no_grad():
+        before, after = _tensors(old()), _tensors(new())
+    change = max(((a - b).abs().max().item() for a, b in zip(after, before, strict=True)), default=0.0)
+    return change, max((x.abs().max().item() for x in before), default=0.0)
+
+
+def counted_cost(call: Callable[[], object]) -> Cost:
+    """The multiply-adds that torch performs in one call, counted."""
+    return Cost(count_multiply_adds(call).products)
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Number of parameters; those of lazy layers that have not run yet count as none."""
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
+
+
+def _tensors(output: object) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output.detach()] if output.numel() else []
+    if isinstance(output, (dict, tuple, list)):
+        return [x for value in (output.values() if isinstance(output, dict) else output) for x in _tensors(value)]
+    return []

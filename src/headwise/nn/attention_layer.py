@@ -1,8 +1,8 @@
-"""What every attention layer shares: keys, values and the way out; a layer adds where its queries come from.
+"""Base class of attention layers: projections of keys, values and output; subclasses define the queries.
 
     out = concat_h( P_h V_h ) W_o + b_o,   P_h = build(Q_h, K_h),   K_h = C W_K,h,   V_h = C W_V,h
 
-C is what is attended to.  Heads may have different widths; each has scores q.k / sqrt(its own k).
+C is the context.  Heads may have different widths; the scores of a head are q.k / sqrt(k) with its own k.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import DtypeError, ShapeError, UnsupportedError
-from headwise.nn.ragged_heads import Heads, head_slices, head_widths
+from headwise.nn.ragged_heads import HeadLayout, head_slices, head_widths
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
 from headwise.shapes import broadcast_batch, broadcasts_to, no_empty_axis, same_axis, same_kind
 
 Builder = Callable[..., AttentionOperator]
-"""`(q, k, **masks) -> operator` with q (*batch, h, m, k), k (*batch, h, n, k); a learned one is an nn.Module."""
+"""`(q, k, **masks) -> operator` with q (*batch, h, m, k), k (*batch, h, n, k); an nn.Module if it has parameters."""
 
 Context = Tensor | tuple[Tensor, Tensor]
-"""What is attended to: one tensor, or a pair when keys and values come from different ones."""
+"""The tensor that keys and values are projected from, or a pair (for keys, for values)."""
 
 
 class AttentionLayer(nn.Module, ABC):
@@ -55,8 +55,8 @@ class AttentionLayer(nn.Module, ABC):
         }.items():
             if size < 1:
                 raise ShapeError(f"{name}: {axis} must be at least 1, but is {size}")
-        self.key_heads = Heads(head_widths(name, "k", heads, key_width, width))
-        self.value_heads = Heads(head_widths(name, "d", heads, value_width, width))
+        self.key_heads = HeadLayout(head_widths(name, "k", heads, key_width, width))
+        self.value_heads = HeadLayout(head_widths(name, "d", heads, value_width, width))
         if self.key_heads.ragged:
             _allow_ragged(name, build)
         self.key = _linear(self.context_widths[0], self.key_heads.total, bias)
@@ -69,7 +69,7 @@ class AttentionLayer(nn.Module, ABC):
 
     @abstractmethod
     def _query_parameters(self) -> Iterator[tuple[nn.Parameter, int]]:
-        """Every parameter that makes queries, with the axis along which its heads lie."""
+        """Every parameter that makes queries, with the axis along which its heads are concatenated."""
 
     @property
     def key_widths(self) -> tuple[int, ...]:
@@ -84,14 +84,14 @@ class AttentionLayer(nn.Module, ABC):
     def _operator(self, q: Tensor, context: Tensor, masks: Mapping[str, Any]) -> AttentionOperator:
         q, k = self.key_heads.split(q), self.key_heads.split(self.key(context))
         if self.key_heads.ragged:
-            # the builder divides by the root of the padded width; each head is to be divided by the root of its own
+            # the builder divides by the root of the padded width, but each head needs the root of its own
             widest = max(self.key_widths)
             scale = [math.sqrt(widest / width) for width in self.key_widths]
             q = q * torch.tensor(scale, dtype=q.dtype, device=q.device)[:, None, None]
         return self.build(q, k, **self._checked(q, k, **masks))
 
     def output(self, operator: AttentionOperator, context: Tensor) -> Tensor:
-        """concat_h(P_h V_h) W_o + b_o with the values taken from `context`: what `forward` does with its operator."""
+        """concat_h(P_h V_h) W_o + b_o with values projected from `context`: the second half of `forward`."""
         return self.out(self.value_heads.merge(operator(self.value_heads.split(self.value(context)))))
 
     def _checked(
@@ -128,11 +128,11 @@ class AttentionLayer(nn.Module, ABC):
             same_kind(owner, **{name: x, "weight": projection.weight})
 
     def resize_(self, *, key_widths: Sequence[int] | None = None, value_widths: Sequence[int] | None = None) -> None:
-        """Give heads other widths, in place; every Parameter stays the same object, so an optimizer still holds it.
+        """Change the widths of heads in place; every Parameter stays the same object, so optimizers keep it.
 
-        The leading dimensions of a head are kept, new ones are zero, and queries are multiplied by sqrt(new k / old k):
-        what the kept dimensions add to the scores does not change, so widening does not change the function.
-        Moments in an optimizer keep their old shape: whoever resizes a trained layer resizes them too.
+        The leading dimensions of a head are kept, new ones are zero, and queries are multiplied by sqrt(new k / old k),
+        so that the scores of the kept dimensions do not change: widening does not change the function.
+        The state of an optimizer keeps its old shape and has to be resized too.
         """
         name = type(self).__name__
         if key_widths is not None and tuple(key_widths) != self.key_widths:
@@ -164,7 +164,7 @@ class AttentionLayer(nn.Module, ABC):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # before the weights: a layer built as it once was takes the widths it had grown to when it was saved
+        # resize first: a layer built with its original widths can load a checkpoint in which it had grown
         saved = {part: state_dict.get(f"{prefix}{part}_heads.widths") for part in ("key", "value")}
         self.resize_(**{f"{part}_widths": widths.tolist() for part, widths in saved.items() if widths is not None})
         super()._load_from_state_dict(
@@ -186,9 +186,9 @@ def _linear(rows: int, columns: int, bias: bool) -> nn.Linear:
 def _allow_ragged(name: str, build: Builder) -> None:
     if build is not softmax and not getattr(build, "by_dot_product", False):
         raise UnsupportedError(
-            f"{name}: key widths that differ from head to head are padded with zeros, which changes nothing only if P "
-            f"depends on q.k / sqrt(k) alone, and {getattr(build, '__name__', type(build).__name__)} does not say so; "
-            "give every head the same key_width, or set by_dot_product = True on the builder if it does"
+            f"{name}: heads of different key widths are padded with zeros, which is right only if P depends on "
+            f"q.k / sqrt(k) alone, and {getattr(build, '__name__', type(build).__name__)} does not declare that; "
+            "give every head the same key_width, or set by_dot_product = True on the builder"
         )
 
 
@@ -201,10 +201,10 @@ def _is_boolean(owner: str, name: str, x: Tensor, meaning: str) -> None:
 def _resize_heads_(
     parameter: Tensor, axis: int, old: Sequence[int], new: Sequence[int], scale: Sequence[float] | None = None
 ) -> None:
-    before, after = parameter.data.movedim(axis, 0), head_slices(new)
-    grown = before.new_zeros(sum(new), *before.shape[1:])
-    for i, (source, target) in enumerate(zip(head_slices(old), after, strict=True)):
-        kept = min(old[i], new[i])
-        grown[target][:kept] = before[source][:kept] * (1.0 if scale is None else scale[i])
-    parameter.grad = None  # of the old shape
-    parameter.data = grown.movedim(0, axis).contiguous()
+    before = parameter.data.movedim(axis, 0)
+    after = before.new_zeros(sum(new), *before.shape[1:])
+    for i, (source, target) in enumerate(zip(head_slices(old), head_slices(new), strict=True)):
+        size = min(old[i], new[i])
+        after[target][:size] = before[source][:size] * (1.0 if scale is None else scale[i])
+    parameter.grad = None  # it has the old shape
+    parameter.data = after.movedim(0, axis).contiguous()

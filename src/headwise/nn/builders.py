@@ -1,11 +1,11 @@
 """Learned sequence projections E and F as builders: `MultiHead(width, heads, build=LearnedProjection(projected, ...))`.
 
-    one for all heads, or one a head        heads=None | h
-    one for keys and values, or one each    shared=True | False
-    one for all layers, or one a layer      the same builder given to every layer, or a new one to each
+    one for all heads, or one per head        heads=None | h
+    one for keys and values, or one each      shared=True | False
+    one for all layers, or one per layer      pass the same builder to every layer, or a new one to each
 
 A sequence projection is learned for one length.  Shorter sequences use its first columns (`slice`), or any length uses
-its columns interpolated (`interpolate`); a projection learned for blocks, and a convolution, fit every length.
+its columns interpolated (`interpolate`); projections of blocks, and convolutions, fit every length.
 """
 
 from __future__ import annotations
@@ -27,8 +27,24 @@ FromProjections = Callable[..., AttentionOperator]
 """`(q, k, e, f, **masks) -> operator`: `projected` or `factored`, or their block forms."""
 
 
-class LearnedProjection(nn.Module):
-    """operator(q, k, E, F) with E and F (r, length) learned; Wang et al. 2020 initialise them as we do, N(0, 1/r).
+class _LearnedMatrices(nn.Module):
+    """E and F (r, columns), or (heads, r, columns), drawn from N(0, 1/r) as in Wang et al. 2020."""
+
+    def __init__(
+        self, operator: FromProjections, rank: int, *, heads: int | None, shared: bool, **columns: int
+    ) -> None:
+        super().__init__()
+        ((name, size),) = columns.items()
+        if not 1 <= rank <= size:
+            raise ShapeError(f"{type(self).__name__}: rank must be between 1 and {name} = {size}, but is {rank}")
+        self.operator, self.rank = operator, rank
+        shape = (rank, size) if heads is None else (heads, rank, size)
+        self.e = nn.Parameter(torch.randn(shape) / math.sqrt(rank))
+        self.f = None if shared else nn.Parameter(torch.randn(shape) / math.sqrt(rank))
+
+
+class LearnedProjection(_LearnedMatrices):
+    """operator(q, k, E, F) with learned E and F (r, length).
 
     >>> from headwise.operators import projected
     >>> build = LearnedProjection(projected, length=16, rank=4)
@@ -46,33 +62,28 @@ class LearnedProjection(nn.Module):
         shared: bool = True,
         fit: Fit = "slice",
     ) -> None:
-        super().__init__()
-        if not 1 <= rank <= length:
-            raise ShapeError(f"LearnedProjection: rank must be between 1 and length = {length}, but is {rank}")
+        super().__init__(operator, rank, heads=heads, shared=shared, length=length)
         if fit not in ("slice", "interpolate"):
             raise InputError(f"LearnedProjection: fit must be 'slice' or 'interpolate', but is {fit!r}")
-        self.operator, self.length, self.rank, self.fit = operator, length, rank, fit
-        shape = (rank, length) if heads is None else (heads, rank, length)
-        self.e = nn.Parameter(torch.randn(shape) / math.sqrt(rank))
-        self.f = None if shared else nn.Parameter(torch.randn(shape) / math.sqrt(rank))
+        self.length, self.fit = length, fit
 
     def forward(self, q: Tensor, k: Tensor, **masks: object) -> AttentionOperator:
         n = k.shape[-2]
         return self.operator(q, k, self.fitted(self.e, n), None if self.f is None else self.fitted(self.f, n), **masks)
 
     def fitted(self, matrix: Tensor, n: int) -> Projection:
-        """Columns for n positions."""
+        """The projection `matrix` (E or F) for n positions."""
         if n == self.length:
             return dense(matrix)
         if self.fit == "interpolate":
-            wide = matrix.reshape(1, -1, self.length)
-            # a row keeps its sum, so that slots stay as large as they were
-            columns = F.interpolate(wide, size=n, mode="linear", align_corners=False) * (self.length / n)
+            rows = matrix.reshape(1, -1, self.length)
+            # rows keep their sums, so projected keys and values keep their scale
+            columns = F.interpolate(rows, size=n, mode="linear", align_corners=False) * (self.length / n)
             return dense(columns.reshape(*matrix.shape[:-1], n))
         if n > self.length:
             raise UnsupportedError(
                 f"LearnedProjection: learned for at most {self.length} positions, but there are {n}; use "
-                "fit='interpolate', a longer one, or LearnedBlocks"
+                "fit='interpolate', a larger length, or LearnedBlocks"
             )
         return dense(matrix[..., :n])
 
@@ -81,26 +92,20 @@ class LearnedProjection(nn.Module):
         return f"{name}, length={self.length}, rank={self.rank}, shared={self.f is None}, fit={self.fit!r}"
 
 
-class LearnedBlocks(nn.Module):
-    """operator(q, k, E, F) with E and F (r, block) learned for one block, the same for all: causal, any length."""
+class LearnedBlocks(_LearnedMatrices):
+    """operator(q, k, E, F) with learned E and F (r, block), the same for all blocks: causal, any length."""
 
     def __init__(
         self, operator: FromProjections, block: int, rank: int, *, heads: int | None = None, shared: bool = True
     ) -> None:
-        super().__init__()
-        if not 1 <= rank <= block:
-            raise ShapeError(f"LearnedBlocks: rank must be between 1 and block = {block}, but is {rank}")
-        self.operator = operator
-        shape = (rank, block) if heads is None else (heads, rank, block)
-        self.e = nn.Parameter(torch.randn(shape) / math.sqrt(rank))
-        self.f = None if shared else nn.Parameter(torch.randn(shape) / math.sqrt(rank))
+        super().__init__(operator, rank, heads=heads, shared=shared, block=block)
 
     def forward(self, q: Tensor, k: Tensor, **masks: object) -> AttentionOperator:
         return self.operator(q, k, dense(self.e), None if self.f is None else dense(self.f), **masks)
 
 
 class LearnedConvolution(nn.Module):
-    """operator(q, k, E) with E a learned filter of `width` numbers that moves on by `stride`: r = ceil(n / stride)."""
+    """operator(q, k, E) with E a learned filter of `width` weights at every `stride`-th key: r = ceil(n / stride)."""
 
     def __init__(self, operator: FromProjections, stride: int, width: int | None = None) -> None:
         super().__init__()
@@ -108,7 +113,7 @@ class LearnedConvolution(nn.Module):
         if stride < 1 or width < 1:
             raise ShapeError(f"LearnedConvolution: stride and width must be at least 1, but are {stride} and {width}")
         self.operator, self.stride = operator, stride
-        self.weight = nn.Parameter(torch.full((width,), 1 / width))  # begins as the mean
+        self.weight = nn.Parameter(torch.full((width,), 1 / width))  # starts as the mean
 
     def forward(self, q: Tensor, k: Tensor, **masks: object) -> AttentionOperator:
         return self.operator(q, k, convolution(k.shape[-2], self.stride, self.weight), **masks)

@@ -1,8 +1,9 @@
 """nn.MultiheadAttention to MultiHead and back: equal outputs, equal gradients, every mask.
 
-torch says True = ignore where headwise says True = real; `masks_from_torch` turns one into the other, and `DropIn`
-gives any MultiHead torch's call signature, so that it can sit in an nn.TransformerEncoderLayer.
-Where every key of a query is masked torch returns NaN or zeros depending on the path it takes; headwise returns zeros.
+In nn.MultiheadAttention a boolean mask is True where keys are ignored, in headwise where they are attended to;
+`masks_from_torch` converts them.  `DropIn` gives any MultiHead the call signature of nn.MultiheadAttention, for use in
+an nn.TransformerEncoderLayer.  Where every key of a query is masked, torch returns NaN or zeros depending on its code
+path; headwise returns zeros.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from headwise.operators.softmax import softmax
 
 @torch.no_grad()
 def from_torch(module: nn.MultiheadAttention) -> MultiHead:
-    """A MultiHead with copies of the weights; dropout on P is not carried over (P would be no fixed operator)."""
+    """A MultiHead with copies of the weights; dropout on P is not supported (P would not be a fixed operator)."""
     if module.bias_k is not None or module.add_zero_attn:
         raise UnsupportedError(
-            "MultiHead.from_torch: add_bias_kv and add_zero_attn append a key that is in no input, so P would have a "
-            "column without a token; append a learned row to the context instead"
+            "MultiHead.from_torch: add_bias_kv and add_zero_attn append a key without a token, so P would have one "
+            "more column than the context has rows; append a learned row to the context instead"
         )
     if module.dropout > 0 and module.training:
         raise UnsupportedError(
-            f"MultiHead.from_torch: dropout {module.dropout} on P makes another operator every call; "
+            f"MultiHead.from_torch: dropout {module.dropout} on P makes a different operator in every call; "
             "call .eval() or set dropout = 0 first"
         )
     width = module.embed_dim
@@ -52,8 +53,8 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHead:
 
 @torch.no_grad()
 def to_torch(layer: MultiHead, *, batch_first: bool = True) -> nn.MultiheadAttention:
-    """An nn.MultiheadAttention with copies of the weights; biases that the layer does not have become zeros."""
-    _expressible(layer)
+    """An nn.MultiheadAttention with copies of the weights; biases the layer does not have are zero."""
+    _check_expressible(layer)
     weight = layer.out.weight
     module = nn.MultiheadAttention(
         layer.width,
@@ -72,7 +73,7 @@ def to_torch(layer: MultiHead, *, batch_first: bool = True) -> nn.MultiheadAtten
         for name, part in zip(("q", "k", "v"), parts, strict=True):
             getattr(module, f"{name}_proj_weight").copy_(part.weight)
     if module.in_proj_bias is not None:
-        module.in_proj_bias.zero_()  # torch has biases everywhere or nowhere
+        module.in_proj_bias.zero_()  # torch has all biases or none
         module.out_proj.bias.zero_()
         if layer.query.bias is not None:
             module.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
@@ -91,18 +92,18 @@ def masks_from_torch(
 ) -> dict[str, Any]:
     """torch's masks (True = ignore, or additive) as the keywords of `MultiHead.forward`.
 
-    `is_causal` is only a hint to torch that `attn_mask` is causal; the mask itself is what counts, here too.
+    As in torch, `is_causal` is only a hint that `attn_mask` is causal; the mask itself is used.
     """
     if is_causal and attn_mask is None:
         raise InputError("masks_from_torch: is_causal is a hint about attn_mask, which is missing; pass causal=True")
-    given: dict[str, Any] = {}
+    masks: dict[str, Any] = {}
     if key_padding_mask is not None:
         if key_padding_mask.dtype == torch.bool:
-            given["key_mask"] = ~key_padding_mask
+            masks["key_mask"] = ~key_padding_mask
         else:
-            given["bias"] = key_padding_mask.unsqueeze(-2).unsqueeze(-2)  # (b, n) -> (b, 1, 1, n)
-            if key_padding_mask.dim() == 1:  # one sequence, no batch axis
-                given["bias"] = given["bias"].squeeze(0)
+            masks["bias"] = key_padding_mask.unsqueeze(-2).unsqueeze(-2)  # (b, n) -> (b, 1, 1, n)
+            if key_padding_mask.dim() == 1:  # no batch axis
+                masks["bias"] = masks["bias"].squeeze(0)
     if attn_mask is not None:
         if attn_mask.dim() == 3:
             if attn_mask.shape[0] % heads:
@@ -112,10 +113,10 @@ def masks_from_torch(
                 )
             attn_mask = attn_mask.unflatten(0, (-1, heads))
         if attn_mask.dtype == torch.bool:
-            given["pair_mask"] = ~attn_mask
+            masks["pair_mask"] = ~attn_mask
         else:
-            given["bias"] = attn_mask + given["bias"] if "bias" in given else attn_mask
-    return given
+            masks["bias"] = attn_mask + masks["bias"] if "bias" in masks else attn_mask
+    return masks
 
 
 @final
@@ -128,7 +129,7 @@ class DropIn(nn.Module):
     torch.Size([1, 5, 16])
     """
 
-    # read by nn.TransformerEncoder to decide on its fused path, which bypasses the operator and is never right here
+    # nn.TransformerEncoder reads these to decide on its fused path, which would bypass the operator
     _qkv_same_embed_dim = False
     in_proj_bias = None
     in_proj_weight = None
@@ -154,7 +155,7 @@ class DropIn(nn.Module):
         masks = masks_from_torch(
             heads=self.num_heads, key_padding_mask=key_padding_mask, attn_mask=attn_mask, is_causal=is_causal
         )
-        if query.dim() == 2:  # one sequence: a 3-D mask is (h, m, n) as it stands
+        if query.dim() == 2:  # no batch axis: a 3-D mask is already (h, m, n)
             masks = {name: x.squeeze(0) if x.dim() == 4 else x for name, x in masks.items()}
         operator = self.layer.operator(query, (key, value), **masks)
         out, weights = self.layer.output(operator, value), None
@@ -168,7 +169,7 @@ def _fill(parameter: Tensor, value: Tensor, *, like: Tensor) -> None:
     parameter.requires_grad_(like.requires_grad)  # a frozen weight stays frozen
 
 
-def _expressible(layer: MultiHead) -> None:
+def _check_expressible(layer: MultiHead) -> None:
     share = layer.width // layer.heads
     if layer.build is not softmax:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""x <- x + attention(norm(x)); x <- x + feed_forward(norm(x)), `depth` times: a small, plain stack for any operator.
+"""x <- x + attention(norm(x)); x <- x + feed_forward(norm(x)), `depth` times: a transformer encoder for any operator.
 
-Vaswani et al. 2017 normalise after the sum (`pre=False`), Xiong et al. 2020 before it (the default, which trains
-without warm-up).  Reversible, the two sums run on two streams and no activation is stored (see `reversible`).
+Vaswani et al. 2017 normalise after the sum (`norm_first=False`), Xiong et al. 2020 before it (the default, which trains
+without warm-up).  A reversible encoder adds to two streams alternately and stores no activations (see `reversible`).
 """
 
 from __future__ import annotations
@@ -19,27 +19,20 @@ from headwise.operators.softmax import softmax
 
 
 class Residual(nn.Module):
-    """x + part(norm(x)), or norm(x + part(x))."""
+    """x + part(norm(x)), or norm(x + part(x)) if not `norm_first`; without `skip`, part(norm(x)) alone."""
 
-    def __init__(self, width: int, part: nn.Module, dropout: float, *, pre: bool) -> None:
-        super().__init__()
-        self.norm, self.part, self.dropout, self.pre = nn.LayerNorm(width), part, nn.Dropout(dropout), pre
-
-    def forward(self, x: Tensor, **options: object) -> Tensor:
-        if self.pre:
-            return x + self.dropout(self.part(self.norm(x), **options))
-        return self.norm(x + self.dropout(self.part(x, **options)))
-
-
-class Normed(nn.Module):
-    """part(norm(x)): what a reversible stream adds."""
-
-    def __init__(self, width: int, part: nn.Module, dropout: float) -> None:
+    def __init__(
+        self, width: int, part: nn.Module, dropout: float, *, norm_first: bool = True, skip: bool = True
+    ) -> None:
         super().__init__()
         self.norm, self.part, self.dropout = nn.LayerNorm(width), part, nn.Dropout(dropout)
+        self.norm_first, self.skip = norm_first, skip
 
-    def forward(self, x: Tensor, **options: object) -> Tensor:
-        return self.dropout(self.part(self.norm(x), **options))
+    def forward(self, x: Tensor, **masks: object) -> Tensor:
+        if not self.norm_first:
+            return self.norm(x + self.dropout(self.part(x, **masks)))
+        y = self.dropout(self.part(self.norm(x), **masks))
+        return x + y if self.skip else y
 
 
 @final
@@ -47,9 +40,10 @@ class Encoder(nn.Module):
     """(*batch, n, width) -> (*batch, n, width) through `depth` layers of attention and feed-forward.
 
     `build`       the operator of every layer, or one for each; an nn.Module given once is shared by all layers
-    `layer`       makes another mixing layer in place of MultiHead: `lambda: Recurrent(width)`
-    `hidden`      width of the feed-forward part, 4 width by default
-    `reversible`  stores no activations; the output is the mean of the two streams
+    `layer`       makes another layer in place of MultiHead: `lambda: Recurrent(width)`
+    `hidden`      width of the feed-forward part, by default 4 width
+    `norm_first`  normalise the input of each part (as in nn.TransformerEncoderLayer), not the sum
+    `reversible`  store no activations; the output is the mean of the two streams
 
     >>> import torch
     >>> from functools import partial
@@ -68,38 +62,37 @@ class Encoder(nn.Module):
         layer: Callable[[], nn.Module] | None = None,
         hidden: int | None = None,
         dropout: float = 0.0,
-        pre: bool = True,
+        norm_first: bool = True,
         reversible: bool = False,
     ) -> None:
         super().__init__()
         if depth < 1:
             raise InputError(f"Encoder: depth must be at least 1, but is {depth}")
-        builds = [build] * depth if callable(build) else list(build)
-        if len(builds) != depth:
-            raise InputError(f"Encoder: build has {len(builds)} operators for a depth of {depth}; give one for each")
-        if reversible and not pre:
+        builders = [build] * depth if callable(build) else list(build)
+        if len(builders) != depth:
+            raise InputError(f"Encoder: build has {len(builders)} operators for a depth of {depth}; give one per layer")
+        if reversible and not norm_first:
             raise UnsupportedError(
-                "Encoder: a norm after the sum cannot be undone from its output; use pre=True for a reversible stack"
+                "Encoder: a norm after the sum cannot be inverted; use norm_first=True for a reversible encoder"
             )
-        mixers = [MultiHead(width, heads, build=one) if layer is None else layer() for one in builds]
+        mixers = [MultiHead(width, heads, build=one) if layer is None else layer() for one in builders]
         hidden = 4 * width if hidden is None else hidden
         forwards = [_feed_forward(width, hidden) for _ in range(depth)]
         self.reversible: Reversible | None = None
         self.layers: nn.ModuleList | None = None
         if reversible:
-            pairs = [
-                (Normed(width, a, dropout), Normed(width, b, dropout)) for a, b in zip(mixers, forwards, strict=True)
-            ]
-            self.reversible = Reversible(pairs)
+            branches = [[Residual(width, part, dropout, skip=False) for part in parts] for parts in (mixers, forwards)]
+            self.reversible = Reversible(list(zip(*branches, strict=True)))
         else:
             parts = [part for pair in zip(mixers, forwards, strict=True) for part in pair]
-            self.layers = nn.ModuleList(Residual(width, part, dropout, pre=pre) for part in parts)
-        self.norm = nn.LayerNorm(width) if pre else nn.Identity()
+            self.layers = nn.ModuleList(Residual(width, part, dropout, norm_first=norm_first) for part in parts)
+        self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
 
     def forward(self, x: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
-        """`key_mask` (*batch, n) is True at real positions."""
-        masks = {"causal": causal} if causal else {}
-        masks = masks if key_mask is None else {**masks, "key_mask": key_mask}
+        """`key_mask` (*batch, n), True = attend."""
+        # only masks that are given: another `layer` need not support them
+        masks: dict[str, object] = {"causal": True} if causal else {}
+        masks |= {} if key_mask is None else {"key_mask": key_mask}
         if self.reversible is not None:
             one, two = self.reversible(x, x, **masks)
             return self.norm((one + two) / 2)

@@ -1,8 +1,8 @@
-"""Attention over images, sound and video: unfold a grid to tokens, attend, fold back to the queries' grid.
+"""Attention over images, audio and video: flatten a grid to tokens, attend, and restore the grid of the queries.
 
     (b, c, *g) -> (b, prod g, c) -> attention -> (b, prod g, c') -> (b, c', *g)
 
-Any number of spatial axes.  The keys may lie on another grid; the output has the queries' spatial shape.
+Any number of spatial axes.  The keys may have another grid; the output has that of the queries.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from headwise.operators.base import AttentionOperator
 class GridAttention(nn.Module):
     """`layer(x)` or `layer(x, context)` with x (b, width, *grid) and context (b, context_width, *any other grid).
 
-    A pair as context holds keys and values, as in `MultiHead`.
-    The options are those of `MultiHead`, which is held as `.attend`; so are the masks, `key_mask` being
-    (b, *grid of the keys) and m, n counting positions with the last axis fastest.
+    Options, masks and a pair (keys, values) as context are those of `MultiHead`, which is held as `.attend`; `key_mask`
+    is (b, *grid of the keys), and m and n count cells in row-major order.
 
     >>> import torch
     >>> GridAttention(8, 2)(torch.randn(1, 8, 6, 5), torch.randn(1, 8, 3, 3)).shape
@@ -35,28 +34,28 @@ class GridAttention(nn.Module):
         self.attend = MultiHead(width, heads, **options)
 
     def operator(self, x: Tensor, context: Context | None = None, **masks: Any) -> AttentionOperator:
-        """P between the unfolded grids, (b, h, m, n)."""
-        return self.attend.operator(_unfold("x", x), _unfolded(context), **_flattened(masks, x, context))
+        """P (b, h, m, n) between the flattened grids."""
+        return self.attend.operator(_tokens("x", x), _context_tokens(context), **_flat_masks(masks, x, context))
 
     def forward(self, x: Tensor, context: Context | None = None, **masks: Any) -> Tensor:
-        tokens = self.attend(_unfold("x", x), _unfolded(context), **_flattened(masks, x, context))
+        tokens = self.attend(_tokens("x", x), _context_tokens(context), **_flat_masks(masks, x, context))
         return tokens.transpose(1, 2).unflatten(2, x.shape[2:])
 
 
-def _unfolded(context: Context | None) -> Context | None:
+def _context_tokens(context: Context | None) -> Context | None:
     if isinstance(context, tuple):
-        return _unfold("context (keys)", context[0]), _unfold("context (values)", context[1])
-    return None if context is None else _unfold("context", context)
+        return _tokens("context (keys)", context[0]), _tokens("context (values)", context[1])
+    return None if context is None else _tokens("context", context)
 
 
-def _unfold(name: str, x: Tensor) -> Tensor:
+def _tokens(name: str, x: Tensor) -> Tensor:
     """(b, c, *grid) -> (b, n, c)"""
     if x.dim() < 3 or 0 in x.shape:
-        raise ShapeError(f"GridAttention: {name} must be (b, c, *grid), no axis empty, but is {tuple(x.shape)}")
+        raise ShapeError(f"GridAttention: {name} must be (b, c, *grid) without empty axes, but is {tuple(x.shape)}")
     return x.flatten(2).transpose(1, 2)
 
 
-def _flattened(masks: dict[str, Any], x: Tensor, context: Context | None) -> dict[str, Any]:
+def _flat_masks(masks: dict[str, Any], x: Tensor, context: Context | None) -> dict[str, Any]:
     key_mask = masks.get("key_mask")
     if key_mask is None:
         return masks
@@ -64,6 +63,6 @@ def _flattened(masks: dict[str, Any], x: Tensor, context: Context | None) -> dic
     expected = (keys.shape[0], *keys.shape[2:])
     if tuple(key_mask.shape) != expected:
         raise ShapeError(
-            f"GridAttention: key_mask has shape {tuple(key_mask.shape)}, but the keys' (b, *grid) is {expected}"
+            f"GridAttention: key_mask has shape {tuple(key_mask.shape)}, but the keys have (b, *grid) = {expected}"
         )
     return {**masks, "key_mask": key_mask.flatten(1)}

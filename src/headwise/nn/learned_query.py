@@ -2,8 +2,8 @@
 
     out = concat_h( P_h X W_V,h ) W_o + b_o,   P_h = build(Q_h, X W_K,h),   Q a parameter of m rows
 
-Permuting the rows of X permutes the columns of P and the rows of the values alike, so nothing changes: permutation
-INVARIANT, where self-attention is equivariant.  Lee et al. 2019 (Set Transformer) pool so, with one projection more.
+Permuting the rows of X permutes the columns of P and the rows of the values alike, so the output does not change: it is
+permutation invariant, where self-attention is equivariant.  Lee et al. 2019 (Set Transformer) add one more projection.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from headwise.operators.softmax import softmax
 class LearnedQuery(AttentionLayer):
     """(*batch, n, width) -> (*batch, queries, out_width) for any n.
 
-    Q is learned as it enters the scores, (queries, k_1 + ... + k_h): a projection of it would add parameters and no
-    function.  The options are those of `MultiHead`.
+    Q (queries, k_1 + ... + k_h) is used as it is: projecting it would add parameters but no function.  The options are
+    those of `MultiHead`.
 
     >>> LearnedQuery(16, 3, 2)(torch.randn(5, 40, 16)).shape
     torch.Size([5, 3, 16])
@@ -56,7 +56,7 @@ class LearnedQuery(AttentionLayer):
         )
         if queries < 1:
             raise ShapeError(f"LearnedQuery: axis 'm' must be at least 1, but queries is {queries}")
-        # unit variance, like projections of normalised tokens: queries near zero would all pool alike
+        # unit variance, like projections of normalised tokens; near zero all queries would give the mean
         self.query = nn.Parameter(torch.randn(queries, self.key_heads.total))
 
     def project_queries(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class LearnedQuery(AttentionLayer):
         self._check_input("x", x, self.width, self.key)
         q = self.project_queries(x)
         if torch.is_autocast_enabled(x.device.type):
-            q = q.to(torch.get_autocast_dtype(x.device.type))  # no projection has done it
+            q = q.to(torch.get_autocast_dtype(x.device.type))  # there is no query projection to do it
         return self._operator(q, x, {"causal": False, "key_mask": key_mask, "pair_mask": pair_mask, "bias": bias})
 
     def forward(

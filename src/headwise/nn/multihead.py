@@ -3,7 +3,7 @@
     out = concat_h( P_h V_h ) W_o + b_o,   P_h = build(X W_Q,h, C W_K,h),   V_h = C W_V,h,   C = X or a context
 
 Vaswani et al. 2017.  h d_i (2 d_hid + d_o) + h d_o d_out + d_out parameters with bias=False, out_bias=True; the count
-does not depend on h when total widths are split over the heads.
+does not depend on h when the heads share a fixed total width.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from headwise.operators.softmax import softmax
 class MultiHead(AttentionLayer):
     """Self-attention `layer(x)` or cross-attention `layer(x, context)` with x (*batch, m, width).
 
-    `build`         makes P from q and k: `softmax`, any other operator's builder, or an nn.Module that learns one
+    `build`         makes P from q and k: `softmax`, the builder of another operator, or an nn.Module with parameters
     `key_width`     k of every head, or a sequence with one k per head; by default width / heads
-    `value_width`   the same for d
-    `bias`          on queries, keys, values and output; `out_bias` if the output is to differ
-    `context_width` of the context; a pair when keys and values come from different tensors
+    `value_width`   d of every head, likewise
+    `bias`          of queries, keys, values and output; `out_bias` overrides it for the output
+    `context_width` width of the context; a pair if keys and values come from different tensors
 
     >>> import torch
     >>> layer = MultiHead(32, 4, key_width=(2, 8, 8, 4))
@@ -110,13 +110,13 @@ class MultiHead(AttentionLayer):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiHead:
-        """The same function as `module`, inputs and outputs batch first; see `headwise.nn.drop_in`."""
-        from headwise.nn.drop_in import from_torch  # it builds a MultiHead, so it can only be imported late
+        """The same function as `module`, with batch-first inputs and outputs; see `headwise.nn.drop_in`."""
+        from headwise.nn.drop_in import from_torch  # here, because drop_in imports this module
 
         return from_torch(module)
 
     def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
-        """The same function as an nn.MultiheadAttention, or an UnsupportedError that says why there is none."""
+        """The same function as an nn.MultiheadAttention; UnsupportedError if there is none."""
         from headwise.nn.drop_in import to_torch
 
         return to_torch(self, batch_first=batch_first)

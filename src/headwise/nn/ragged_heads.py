@@ -1,4 +1,4 @@
-"""Heads of different widths in one layer: side by side in a weight, zero-padded to one width for the operator."""
+"""Heads of different widths in one layer: concatenated in the weights, padded with zeros for the operator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwise.errors import ShapeError
 
 
 def head_widths(owner: str, axis: str, heads: int, width: int | Sequence[int] | None, total: int) -> tuple[int, ...]:
-    """One width per head: given once for all, given head by head, or an equal share of `total`.
+    """One width per head: the same for all, one given per head, or an equal share of `total`.
 
     >>> head_widths("MultiHead", "k", 2, None, 8), head_widths("MultiHead", "k", 2, (3, 5), 8)
     ((4, 4), (3, 5))
@@ -27,14 +27,16 @@ def head_widths(owner: str, axis: str, heads: int, width: int | Sequence[int] | 
         width = total // heads
     widths = (width,) * heads if isinstance(width, int) else tuple(int(w) for w in width)
     if len(widths) != heads:
-        raise ShapeError(f"{owner}: axis {axis!r} has {len(widths)} widths {widths} for {heads} heads; give one a head")
+        raise ShapeError(
+            f"{owner}: axis {axis!r} has {len(widths)} widths {widths} for {heads} heads; give one per head"
+        )
     if min(widths) < 1:
         raise ShapeError(f"{owner}: axis {axis!r} has widths {widths}; every head needs at least 1")
     return widths
 
 
 def head_slices(widths: Sequence[int]) -> tuple[slice, ...]:
-    """Which rows of a concatenated weight belong to which head.
+    """The rows of each head in a concatenated weight.
 
     >>> head_slices((3, 5))
     (slice(0, 3, None), slice(3, 8, None))
@@ -43,11 +45,11 @@ def head_slices(widths: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(end - width, end) for width, end in zip(widths, ends, strict=True))
 
 
-class Heads(nn.Module):
+class HeadLayout(nn.Module):
     """(*batch, n, k_1 + ... + k_h) <-> (*batch, h, n, max k_i), zeros in the gaps.
 
-    Zeros keep dot products, and a linear map of zero columns is zero, so a ragged layer is exactly its heads one by
-    one, without a loop over them.  The widths are saved with the weights: a checkpoint of a grown layer knows them.
+    Zeros do not change dot products, and the operator maps zero columns to zero, so the result is that of a loop over
+    the heads.  The widths are a buffer, saved with the weights, so that checkpoints of grown layers can be loaded.
     """
 
     widths: Tensor
@@ -80,7 +82,7 @@ class Heads(nn.Module):
         return y.index_select(-1, self._slots(y)) if self.ragged else y
 
     def _slots(self, y: Tensor) -> Tensor:
-        # made from the integers each time: a buffer that is not saved would be garbage after loading on "meta"
+        # computed each time: a buffer that is not saved would be uninitialised after loading on "meta"
         k = max(self.sizes)
         return torch.tensor([i * k + j for i, size in enumerate(self.sizes) for j in range(size)], device=y.device)
 

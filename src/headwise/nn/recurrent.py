@@ -1,6 +1,6 @@
-"""h_i = GRU(x_i, h_(i-1)): the recurrent row of the complexity table behind the interface of an attention layer.
+"""h_i = GRU(x_i, h_(i-1)): a recurrent layer with the interface of an attention layer, as a baseline.
 
-Cho et al. 2014, torch's implementation.  O(n) work per layer and O(n) sequential steps, which no hardware makes fewer.
+Cho et al. 2014, torch's implementation.  O(n) work per layer, in O(n) sequential steps that cannot run in parallel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headwise.shapes import no_empty_axis, same_axis
 
 @final
 class Recurrent(nn.Module):
-    """layer(x) for x (*batch, n, width), as MultiHead; both directions unless `causal`, each half as wide."""
+    """`layer(x)` for x (*batch, n, width); unless `causal` it runs in both directions, each half as wide."""
 
     def __init__(self, width: int, *, causal: bool = False) -> None:
         super().__init__()
@@ -29,11 +29,11 @@ class Recurrent(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
-        """`key_mask` (*batch, n) is True at real positions, which come first; outputs at padding are the output bias."""
+        """`key_mask` (*batch, n) must be True at leading positions; outputs at the others are the output bias."""
         no_empty_axis("Recurrent", x=x)
         same_axis("Recurrent", "width", layer=self.width, x=x.shape[-1])
         if causal and not self.causal:
-            raise UnsupportedError("Recurrent: this layer reads in both directions; build it with causal=True")
+            raise UnsupportedError("Recurrent: this layer runs in both directions; build it with causal=True")
         *batch, n, _ = x.shape
         flat = x.reshape(-1, n, self.width)
         return self.out(self._states(flat, key_mask, n)).reshape(*batch, n, self.width)
@@ -42,17 +42,17 @@ class Recurrent(nn.Module):
         if key_mask is None:
             return self.gru(x)[0]
         same_axis("Recurrent", "n", x=n, key_mask=key_mask.shape[-1])
-        real = key_mask.reshape(-1, n).expand(x.shape[0], n)
-        lengths = real.sum(-1)
-        if not bool((real == (torch.arange(n, device=x.device) < lengths.unsqueeze(-1))).all()):
-            raise UnsupportedError("Recurrent: padding must follow the real positions; move it to the end")
-        # a sequence without any real position is run for one step and then cut off again
+        visible = key_mask.reshape(-1, n).expand(x.shape[0], n)
+        lengths = visible.sum(-1)
+        if not bool((visible == (torch.arange(n, device=x.device) < lengths.unsqueeze(-1))).all()):
+            raise UnsupportedError("Recurrent: padding must follow the tokens; use right-padded sequences")
+        # empty sequences run for one step, whose state is masked below
         packed = pack_padded_sequence(x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False)
         states = pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=n)[0]
-        return states.masked_fill(~real.unsqueeze(-1), 0)
+        return states.masked_fill(~visible.unsqueeze(-1), 0)
 
     def cost(self, n: int) -> Cost:
-        """Three gates from input and state, then the output; n steps one after the other."""
+        """Three gates of input and state, then the output projection; n sequential steps."""
         hidden = self.gru.hidden_size
         directions = 1 if self.causal else 2
         work = directions * 3 * hidden * (self.width + hidden) + self.width * self.width

@@ -1,8 +1,8 @@
-"""y_1 = x_1 + f(x_2), y_2 = x_2 + g(y_1): residual blocks whose input follows from their output, so none is stored.
+"""y_1 = x_1 + f(x_2), y_2 = x_2 + g(y_1): residual blocks whose inputs are recomputed from their outputs.
 
 x_2 = y_2 - g(y_1), x_1 = y_1 - f(x_2).  Gomez et al. 2017; Reformer (Kitaev et al. 2020) with f attention and g the
-feed-forward part.  Gradients equal the plain ones up to rounding; memory does not grow with depth, at the price of
-computing f and g once more on the way back.
+feed-forward part.  Gradients equal the plain ones up to rounding; activation memory does not grow with depth, but f and
+g run once more in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headwise.errors import InputError
 
 
 class Reversible(nn.Module):
-    """A stack of pairs (f, g).  `options` go to every f: masks, say.  Dropout draws the same numbers both times."""
+    """A stack of pairs (f, g); `options`, such as masks, are passed to every f.  Dropout is the same in both passes."""
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Reversible(nn.Module):
         return _Reversible.apply(self, options, x1, x2, *self.parameters())
 
     def plain(self, x1: Tensor, x2: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """The same with every activation stored, as autograd does by itself."""
+        """The same function with ordinary autograd, which stores every activation."""
         for f, g in zip(self.f, self.g, strict=True):
             x1 = x1 + f(x2, **options)
             x2 = x2 + g(x1)
@@ -52,38 +52,38 @@ class _Reversible(torch.autograd.Function):
         return x1, x2
 
     @staticmethod
-    def backward(ctx: Any, *pulls: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         y1, y2, *parameters = ctx.saved_tensors
-        d1, d2 = pulls
+        d1, d2 = grad_outputs
         gradients: dict[int, Tensor] = {}
         pairs = list(zip(ctx.stack.f, ctx.stack.g, ctx.states[::2], ctx.states[1::2], strict=True))
         for f, g, state_f, state_g in reversed(pairs):
-            shift, pulled = _again(g, y1, d2, {}, state_g, gradients)
-            y2, d1 = y2 - shift, d1 + pulled
-            shift, pulled = _again(f, y2, d1, ctx.options, state_f, gradients)
-            y1, d2 = y1 - shift, d2 + pulled
+            output, gradient = _recompute(g, y1, d2, {}, state_g, gradients)
+            y2, d1 = y2 - output, d1 + gradient
+            output, gradient = _recompute(f, y2, d1, ctx.options, state_f, gradients)
+            y1, d2 = y1 - output, d2 + gradient
         return (None, None, d1, d2, *(gradients.get(id(p)) for p in parameters))
 
 
-def _again(
+def _recompute(
     part: nn.Module,
     x: Tensor,
-    pull: Tensor,
+    grad_output: Tensor,
     options: Mapping[str, Any],
     state: tuple[Tensor, Tensor | None],
     gradients: dict[int, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """part(x) once more, and the gradient of <part(x), pull> in x; those of its parameters are added up."""
+    """part(x) and the gradient of <part(x), grad_output> in x; those of its parameters are added to `gradients`."""
     x = x.detach().requires_grad_()
-    wanted = [p for p in part.parameters() if p.requires_grad]
+    parameters = [p for p in part.parameters() if p.requires_grad]
     devices = [] if state[1] is None else [x.device]
     with torch.enable_grad(), torch.random.fork_rng(devices=devices):
         torch.set_rng_state(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], x.device)
         out = part(x, **options)
-    first, *rest = torch.autograd.grad(out, (x, *wanted), pull, allow_unused=True)
-    for p, gradient in zip(wanted, rest, strict=True):
+    first, *rest = torch.autograd.grad(out, (x, *parameters), grad_output, allow_unused=True)
+    for p, gradient in zip(parameters, rest, strict=True):
         if gradient is not None:
             gradients[id(p)] = gradients[id(p)] + gradient if id(p) in gradients else gradient
     return out.detach(), torch.zeros_like(x) if first is None else first

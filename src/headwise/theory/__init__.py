@@ -1,8 +1,7 @@
-"""What is claimed about attention, as functions that measure it: every result is a value that says whether it held."""
+"""Theorems about attention as functions that measure both sides and return a value that tells whether they hold."""
 
 from headwise.theory.groups import flips, permutations, quarter_turns, translations
-from headwise.theory.symmetry import check_equivariance, check_invariance
-from headwise.theory.symmetry_report import Symmetry, SymmetryReport
+from headwise.theory.symmetry import Symmetry, SymmetryReport, check_equivariance, check_invariance
 from headwise.theory.verdict import Verdict
 
 __all__ = [

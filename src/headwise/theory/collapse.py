@@ -1,23 +1,28 @@
 """||res SAN(X)|| <= (4 H beta / sqrt(d_qk))^((3^L - 1) / 2) ||res X||^(3^L): pure attention loses rank, and how fast.
 
-In the composite "norm" sqrt(||.||_1 ||.||_inf), with beta >= ||W_QK^l||_1 ||W_V^l||_(1,inf) for all layers and heads
-(Dong, Cordonnier & Loukas 2021, Theorem 2.2, and H heads).  All in log space, since 3^L overflows at once.
-The right side tends to zero only if sqrt(4 H beta / sqrt(d_qk)) ||res X|| < 1; otherwise the bound is true and says
-nothing.
+    res(X) = X - 1 mean(X)^T      the part of X in which tokens differ
 
-With skip connections a layer's residual is the sum of what came in, r, and of what attention adds, b <= c r^3.  The
+||.|| is the composite "norm" sqrt(||.||_1 ||.||_inf), and beta >= ||W_QK^l||_1 ||W_V^l||_(1,inf) for all layers and
+heads (Dong, Cordonnier & Loukas 2021, Theorem 2.2, with H heads).  Computed in logarithms, since 3^L overflows.  The
+right side tends to zero only if sqrt(4 H beta / sqrt(d_qk)) ||res X|| < 1; otherwise the bound is true but vacuous.
+
+The mean is the best row to subtract in every unitarily invariant norm (spectral, Frobenius): with J = 11^T/n,
+res X = (I - J) X, and for any row x, (I - J)(X - 1 x^T) = res X with ||I - J|| = 1.  In ||.||_1 and ||.||_inf medians
+are better.
+
+With skip connections the residual of a layer is the sum of the incoming r and of what attention adds, b <= c r^3.  The
 composite "norm" has no triangle inequality, but its two factors have: with x = ||A||_1 / ||A||_inf between 1/d and n,
 
     ||A + B||^2 <= r^2 + b^2 + r b (sqrt(n d) + 1 / sqrt(n d))
 
-so the bound never falls below ||res X||: nothing forces tokens together, and indeed skips keep them apart.
+so this bound never falls below ||res X||: skip connections keep tokens apart.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,18 +32,34 @@ from headwise.errors import UnsupportedError
 from headwise.linalg.norms import composite_norm, one_norm
 from headwise.nn.encoder import Encoder, Residual
 from headwise.nn.multihead import MultiHead
-from headwise.theory.residual import Norm, relative_residual
 from headwise.theory.stack import Stack
 from headwise.theory.verdict import Verdict
 
-SOURCE = "S0, Theorem 2.2 (Dong, Cordonnier & Loukas 2021)"
+SOURCE = "Dong, Cordonnier & Loukas 2021, Theorem 2.2"
 SHRINKS = "sqrt(4 H beta / sqrt(d_qk)) ||res X|| < 1, so that the bound shrinks"
 NO_SKIPS = "no skip connections"
+
+Norm = Callable[[Tensor], Tensor]
+
+
+def residual(x: Tensor) -> Tensor:  # (*batch, n, d)
+    """res(X) = X - 1 mean(X)^T: x minus its row mean."""
+    return x - x.mean(dim=-2, keepdim=True)
+
+
+def relative_residual(x: Tensor, norm: Norm = composite_norm) -> Tensor:  # (*batch, n, d) -> (*batch,)
+    """||res X|| / ||X||: 0 when all tokens are equal.  Computed in float64; float32 cannot go below 2e-7.
+
+    >>> relative_residual(torch.ones(4, 3)).item()
+    0.0
+    """
+    x = x.double()
+    return norm(residual(x)) / norm(x).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 @dataclass(frozen=True)
 class Collapse:
-    """Layer by layer: log of the measured left side and of the bound, and what decides whether it shrinks, by name."""
+    """For every depth, the logarithms of the measured residual and of its bound; and the premises of collapse."""
 
     log_measured: list[float]
     log_bound: list[float]
@@ -47,13 +68,13 @@ class Collapse:
 
     @property
     def tightness(self) -> list[float]:
-        """log(left / right) for each depth: 0 is attained, -10 is loose by e^10."""
-        both = zip(self.log_measured, self.log_bound, strict=True)
-        return [left - right if left > -math.inf else left for left, right in both]
+        """log(left / right) for each depth: 0 where the bound is attained, -10 where it is loose by e^10."""
+        sides = zip(self.log_measured, self.log_bound, strict=True)
+        return [left - right if left > -math.inf else left for left, right in sides]
 
     @property
     def shrinks(self) -> bool:
-        """The bound tends to zero with depth."""
+        """Whether the bound tends to zero with depth."""
         return all(self.premises.values())
 
     def verdict(self) -> Verdict:
@@ -63,8 +84,7 @@ class Collapse:
 
 def beta_of(stack: Stack) -> float:
     """max over layers and heads of ||W_Q W_K^T||_1 ||W_V W_O||_(1,inf)."""
-    found = [one_norm(layer.wq @ layer.wk.mT) * composite_norm(layer.w) for layer in stack.layers]
-    return torch.cat(found).max().item()
+    return max((one_norm(layer.wq @ layer.wk.mT) * composite_norm(layer.w)).max().item() for layer in stack.layers)
 
 
 def log_bound(depth: int, *, beta: float, heads: int, key_width: int, log_residual: float) -> float:
@@ -76,7 +96,7 @@ def log_bound(depth: int, *, beta: float, heads: int, key_width: int, log_residu
 def log_bound_with_skips(
     depth: int, *, beta: float, heads: int, key_width: int, log_residual: float, shape: tuple[int, int]
 ) -> float:
-    """log of the bound on ||res X_L||, X (n, d) of this shape, where every layer adds its input."""
+    """log of the bound on ||res X_L|| for X of `shape` (n, d), where every layer adds its input."""
     root = math.sqrt(shape[0] * shape[1])
     crossed, rate = math.log(root + 1 / root), _rate(beta, heads, key_width)
     for _ in range(depth):
@@ -91,7 +111,7 @@ def _rate(beta: float, heads: int, key_width: int) -> float:
 
 
 def collapse(stack: Stack, x: Tensor) -> Collapse:
-    """Both sides of the bound for every depth up to L, on one input (n, d)."""
+    """Both sides of the bound for every depth up to L, for one input (n, d)."""
     beta = beta_of(stack)
     heads = max(layer.wq.shape[0] for layer in stack.layers)
     width = min(layer.wq.shape[-1] for layer in stack.layers)
@@ -108,32 +128,27 @@ def collapse(stack: Stack, x: Tensor) -> Collapse:
 
 
 def collapse_curve(
-    model: Encoder | Iterable[nn.Module],
-    x: Tensor,
-    *,
-    skip: bool = True,
-    mlp: bool = True,
-    norm: Norm = composite_norm,
+    model: Encoder | Iterable[nn.Module], x: Tensor, *, skip: bool = True, mlp: bool = True, norm: Norm = composite_norm
 ) -> list[float]:
     """Relative residual before and after every layer of an Encoder or of MultiHead layers, computed in float64.
 
-    `skip=False` takes the sums away and `mlp=False` the feed-forward parts; the model itself is left as it is.
+    `skip=False` removes the skip connections and `mlp=False` the MLPs; the model itself does not change.
     """
     x = x.detach().double()
-    found = [relative_residual(x, norm).item()]
+    curve = [relative_residual(x, norm).item()]
     with torch.no_grad():
         for step in _steps(model, skip=skip, mlp=mlp):
             x = step(x)
-            found.append(relative_residual(x, norm).item())
-    return found
+            curve.append(relative_residual(x, norm).item())
+    return curve
 
 
 def _steps(model: Encoder | Iterable[nn.Module], *, skip: bool, mlp: bool) -> Iterator[nn.Module]:
     if isinstance(model, Encoder):
         if model.layers is None:
             raise UnsupportedError(
-                "collapse_curve: a reversible Encoder carries two streams, and no residual is that of one sequence; "
-                "build it with reversible=False"
+                "collapse_curve: a reversible Encoder carries two streams, neither of which has the residual of one "
+                "sequence; build it with reversible=False"
             )
         parts = [*model.layers]
         pairs = zip(parts[::2], parts[1::2], strict=True)
@@ -142,8 +157,8 @@ def _steps(model: Encoder | Iterable[nn.Module], *, skip: bool, mlp: bool) -> It
         for layer in layers:
             if not isinstance(layer, MultiHead):
                 raise UnsupportedError(
-                    f"collapse_curve: knows the skips and MLPs of an Encoder and of MultiHead layers, not of "
-                    f"{type(layer).__name__}; headwise examine measures any model"
+                    f"collapse_curve: takes an Encoder or MultiHead layers, not {type(layer).__name__}; "
+                    "headwise examine measures any model"
                 )
         pairs = ((layer, None) for layer in layers)
     for attention, forward in pairs:
@@ -152,15 +167,15 @@ def _steps(model: Encoder | Iterable[nn.Module], *, skip: bool, mlp: bool) -> It
 
 
 class _Switched(nn.Module):
-    """A part of a layer with its sum taken away or put in."""
+    """A part of a layer with its skip connection removed or added."""
 
     def __init__(self, part: nn.Module, skip: bool) -> None:
         super().__init__()
         self.part, self.skip = part, skip
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = x if self.skip else 0
+        skipped = x if self.skip else 0
         if not isinstance(self.part, Residual):
-            return self.part(x) + kept
-        part, norm = self.part.part, self.part.norm  # an Encoder's: its norm comes before the part or after the sum
-        return part(norm(x)) + kept if self.part.pre else norm(part(x) + kept)
+            return self.part(x) + skipped
+        part, norm = self.part.part, self.part.norm  # of an Encoder: the norm is before the part or after the sum
+        return part(norm(x)) + skipped if self.part.norm_first else norm(part(x) + skipped)

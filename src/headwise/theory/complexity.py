@@ -1,8 +1,8 @@
-"""cost(n) ~ n^a: the claimed exponent against counted operations, and against measured time and memory.
+"""cost(n) ~ c n^a: fitted exponents of counted operations, of traced memory and of time, against the claimed ones.
 
-a is the slope of log cost over log n with its 95 % interval.  A claim such as O(n log n) has a slope too, over the same
-lengths, so that all rows of a table are compared alike.  Counts and traced memory are the same in every run; times are
-not, so no verdict rests on them.
+a is the slope of log cost over log n by least squares, with a 95 % interval from the residuals.  The exponent of a
+claim such as O(n log n) is fitted over the same lengths, so that all rows of a table are compared alike.  Counts and
+traced memory are reproducible; times are not, and no verdict depends on them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,51 @@ from headwise.operators.softmax import softmax
 from headwise.operators.sparse.hashed import hashed
 from headwise.operators.sparse.strided import strided
 from headwise.operators.sparse.window import window
-from headwise.theory.exponent import Exponent, exponent
-from headwise.theory.peak_memory import peak_bytes
+from headwise.testing.counting import peak_bytes
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 WIDTH, SLOTS = 16, 64
 
+# two-sided 95 % quantiles of Student's t by degrees of freedom; beyond ten, the normal one
+_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+
 Build = Callable[[Tensor, Tensor], AttentionOperator]
+
+
+@dataclass(frozen=True)
+class Exponent:
+    value: float
+    half_width: float  # NaN for two points
+    points: int
+
+    def __str__(self) -> str:
+        return f"n^{self.value:.2f}" + ("" if math.isnan(self.half_width) else f" ± {self.half_width:.2f}")
+
+
+def exponent(n: Sequence[int], cost: Sequence[float]) -> Exponent:
+    """The exponent a in cost ~ c n^a.
+
+    >>> exponent([1, 2, 4, 8], [3.0, 12.0, 48.0, 192.0])
+    Exponent(value=2.0, half_width=0.0, points=4)
+    """
+    x, y = [math.log2(v) for v in n], [math.log2(v) for v in cost]
+    count = len(x)
+    if count < 2:
+        return Exponent(math.nan, math.nan, count)
+    mean_x, mean_y = sum(x) / count, sum(y) / count
+    spread = sum((a - mean_x) ** 2 for a in x)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    if count == 2:
+        return Exponent(slope, math.nan, count)
+    left = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
+    error = math.sqrt(left / (count - 2) / spread)
+    return Exponent(slope, _STUDENT.get(count - 2, 1.96) * error, count)
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """How to build one layer's operator from q and k (n, WIDTH), and the cost claimed of it."""
+    """How to build the operator of one layer from q and k (n, WIDTH), and its claimed cost."""
 
     build: Build
     claim: Callable[[int], float]
@@ -66,7 +98,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 RECURRENT = "recurrent"
 
 TIMED = (4096, 8192, 16384, 32768)
-"""Long, since a linear layer's time is that of calling, not of computing, for the first few thousand positions."""
+"""Long: for shorter inputs, overhead dominates the time of a linear layer."""
 TIMED_SHORTER = {"softmax": (1024, 2048, 4096, 8192), RECURRENT: (512, 1024, 2048, 4096)}
 
 
@@ -76,25 +108,25 @@ def claimed_growth(name: str, lengths: Sequence[int] = LENGTHS) -> float:
 
 
 def cost(name: str, n: int) -> Cost:
-    """Counted: one layer at length n."""
+    """The counted cost of one layer at length n."""
     if name == RECURRENT:
         return Recurrent(WIDTH, causal=True).cost(n)
     return ARCHITECTURES[name].build(*_inputs(n)[:2]).cost(WIDTH)
 
 
-def growth(name: str, what: str, lengths: Sequence[int] = LENGTHS) -> Exponent:
-    """Fitted exponent of `what` (multiply_adds, scalars or depth) of one layer."""
-    return exponent(lengths, [getattr(cost(name, n), what) for n in lengths])
+def growth(name: str, field: str, lengths: Sequence[int] = LENGTHS) -> Exponent:
+    """Fitted exponent of `field` (multiply_adds, scalars or depth) of one layer."""
+    return exponent(lengths, [getattr(cost(name, n), field) for n in lengths])
 
 
 def memory_growth(name: str, lengths: Sequence[int] = LENGTHS) -> Exponent:
     """Fitted exponent of the peak memory of building one operator and applying it."""
-    lengths = lengths[:3] if name == RECURRENT else lengths  # one traced operation after the other, n times over
+    lengths = lengths[:3] if name == RECURRENT else lengths  # n traced operations one after the other
     return exponent(lengths, [peak_bytes(_layer(name, n)) for n in lengths])
 
 
 def formed_memory_growth(lengths: Sequence[int] = LENGTHS) -> Exponent:
-    """The same for softmax attention that forms P, as the formula is written."""
+    """Fitted exponent of the peak memory of softmax attention that forms P."""
 
     def layer(n: int) -> Callable[[], object]:
         q, k, v = _inputs(n)
@@ -105,19 +137,19 @@ def formed_memory_growth(lengths: Sequence[int] = LENGTHS) -> Exponent:
 
 @torch.no_grad()
 def time_growth(name: str, lengths: Sequence[int] | None = None, *, rounds: int = 5) -> Exponent:
-    """Fitted exponent of the wall-clock time of the same: the smallest of a few rounds at each length."""
+    """Fitted exponent of the time of building one operator and applying it: the smallest of `rounds` at each length."""
     lengths = TIMED_SHORTER.get(name, TIMED) if lengths is None else lengths
     return exponent(lengths, [_seconds(_layer(name, n), rounds) for n in lengths])
 
 
 def _seconds(call: Callable[[], object], rounds: int) -> float:
     call()
-    found = []
+    seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def _inputs(n: int) -> tuple[Tensor, Tensor, Tensor]:

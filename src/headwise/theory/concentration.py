@@ -1,8 +1,9 @@
-"""E ||P R^T R w - P w||^2 = (||P||_F^2 ||w||^2 + ||P w||^2) / k: what a Gaussian sketch of P loses, exactly.
+"""E ||P R^T R w - P w||^2 = (||P||_F^2 ||w||^2 + ||P w||^2) / k: the error of a Gaussian sketch of P, exactly.
 
 R is k x n with N(0, 1/k) entries.  For one row p, p R^T R w - p.w has mean zero and variance
-(||p||^2 ||w||^2 + (p.w)^2) / k; sum over the rows.  The sources bound the error by eps ||P w||; that cannot be, since
-||P||_F ||w|| stays however small P w is.  (Arriaga & Vempala 2006 bound one row by eps ||p|| ||w||, which is right.)
+(||p||^2 ||w||^2 + (p.w)^2) / k; sum over the rows.  Wang et al. 2020 (Linformer) and Verma bound the error by
+eps ||P w||, which is impossible: ||P||_F ||w|| does not shrink with P w.  (Arriaga & Vempala 2006 correctly bound one
+row by eps ||p|| ||w||.)
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor
 
 
 def sketch_size(n: int, epsilon: float, constant: float = 5.0) -> int:
-    """ceil(5 ln n / (eps^2 - eps^3)), the theorem's k; with constant 9 and n = d the second source's, free of n."""
+    """ceil(5 ln n / (eps^2 - eps^3)), the k of Wang et al. 2020; Verma's has 9 ln d, independent of n."""
     return math.ceil(constant * math.log(n) / (epsilon**2 - epsilon**3))
 
 
 @dataclass(frozen=True)
 class Frequency:
-    """How often something failed in independent draws, with its 99 % interval (Wilson)."""
+    """The number of failures in independent draws, with a 99 % interval for the rate (Wilson)."""
 
     failures: int
     draws: int
@@ -39,13 +40,14 @@ class Frequency:
 
 
 def sketch(k: int, n: int, generator: torch.Generator | None = None) -> Tensor:
+    """R (k, n) with N(0, 1/k) entries."""
     return torch.randn(k, n, dtype=torch.float64, generator=generator) / math.sqrt(k)
 
 
 def failures_of_low_rank(
     p: Tensor, w: Tensor, k: int, epsilon: float, draws: int, *, generator: torch.Generator | None = None
 ) -> Frequency:
-    """How often ||P R^T R w - P w|| > eps ||P w||."""
+    """The frequency of ||P R^T R w - P w|| > eps ||P w|| over `draws` sketches."""
     exact = p @ w
     limit, failed = epsilon * exact.norm(), 0
     for _ in range(draws):
@@ -55,14 +57,14 @@ def failures_of_low_rank(
 
 
 def best_rank_error(p: Tensor, k: int) -> float:
-    """||P - P_k||_F of the best P_k of rank k: sqrt(sum_(i > k) sigma_i^2) (Eckart & Young); no sketch can beat it."""
+    """||P - P_k||_F of the best P_k of rank k: sqrt(sum_(i > k) sigma_i^2) (Eckart & Young)."""
     return torch.linalg.svdvals(p)[k:].square().sum().sqrt().item()
 
 
 def sketch_error(p: Tensor, k: int, draws: int = 20, *, generator: torch.Generator | None = None) -> float:
-    """sqrt(mean ||P - P R^T R||_F^2) of a sketch of the same rank: it averages over all directions, not the first k."""
-    found = [(p - p @ (r := sketch(k, p.shape[-1], generator)).mT @ r).square().sum() for _ in range(draws)]
-    return torch.stack(found).mean().sqrt().item()
+    """sqrt(mean ||P - P R^T R||_F^2) over sketches of rank k, to compare with `best_rank_error`."""
+    squares = [(p - p @ (r := sketch(k, p.shape[-1], generator)).mT @ r).square().sum() for _ in range(draws)]
+    return torch.stack(squares).mean().sqrt().item()
 
 
 def expected_square(p: Tensor, w: Tensor, k: int) -> float:
@@ -74,9 +76,9 @@ def measured_square(
     p: Tensor, w: Tensor, k: int, draws: int, *, generator: torch.Generator | None = None
 ) -> tuple[float, float]:
     """Mean of ||P R^T R w - P w||^2 over draws, and its standard error."""
-    exact, found = p @ w, []
+    exact, squares = p @ w, []
     for _ in range(draws):
         r = sketch(k, p.shape[-1], generator)
-        found.append((p @ (r.mT @ (r @ w)) - exact).square().sum())
-    values = torch.stack(found)
+        squares.append((p @ (r.mT @ (r @ w)) - exact).square().sum())
+    values = torch.stack(squares)
     return values.mean().item(), (values.std() / math.sqrt(draws)).item()

@@ -1,10 +1,10 @@
-"""|P_q - e_(q + c)|_1 <= 2 (1 - (1 + s)^-D), s = 2 e^-alpha / (1 - e^-3 alpha): a sharp head is a shift, and how fast.
+"""|P_q - e_(q + c)|_1 <= 2 (1 - (1 + s)^-D), s = 2 e^-alpha / (1 - e^-3 alpha): how fast a sharp head becomes a shift.
 
-Theorem 1 of Cordonnier, Loukas & Jaggi 2020 says that K^D heads whose softmax is one-hot at the K^D shifts are a
-convolution; its lemma that quadratic scores get there as alpha -> infinity.  Here both are measured: the equality, and
-the rate.  Away from borders one axis has the weights e^(-alpha j^2) / (1 + 2 sum_(j>=1) e^(-alpha j^2)); from
-j^2 >= 1 + 3 (j - 1) the sum is at most s / 2.  To first order the row is 4 D e^-alpha from one-hot, and its derivative
-by a centre is at most 8 alpha e^-alpha / (1 - e^-3 alpha)^2: sharp heads stop learning where to look.
+Theorem 1 of Cordonnier, Loukas & Jaggi 2020: K^D heads whose softmax is one-hot at the K^D kernel cells are a
+convolution; its lemma: quadratic scores become one-hot as alpha -> infinity.  This file measures the equality and the
+rate.  Away from borders one axis has the weights e^(-alpha j^2) / (1 + 2 sum_(j>=1) e^(-alpha j^2)); since
+j^2 >= 1 + 3 (j - 1) the sum is at most s / 2.  To first order a row differs from one-hot by 4 D e^-alpha, and its
+derivative by a centre is at most 8 alpha e^-alpha / (1 - e^-3 alpha)^2: centres of sharp heads stop learning.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.nn.tap_layers import ShiftAttention
-from headwise.nn.taps import Taps
+from headwise.nn.relative_attention import ConvolutionGeometry, ShiftAttention
 from headwise.operators.relative.quadratic import log_width, quadratic
 from headwise.theory.verdict import Verdict
 
@@ -26,32 +24,32 @@ SOURCE = "Cordonnier, Loukas & Jaggi 2020, Theorem 1"
 ROUNDING = 1e-12
 
 
-def convolution_is_attention(taps: Taps, weight: Tensor, bias: Tensor | None, x: Tensor) -> Verdict:
-    """max |sum_h P_h X W_h + b - conv(X)| / max |conv(X)| in float64, for weights (out, in/groups, *kernel)."""
-    weight, bias, x = weight.double(), None if bias is None else bias.double(), x.double()
-    layer = ShiftAttention(taps, weight.flatten(2).permute(2, 0, 1).contiguous(), bias)
-    convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(taps.kernel)]
-    wide = taps.extend("convolution_is_attention", x, weight)
-    expected = convolve(wide, weight, bias, stride=taps.stride, dilation=taps.dilation, groups=taps.groups)
-    change = (layer(x) - expected.reshape(layer(x).shape)).abs().amax() / expected.abs().amax()
+def convolution_is_attention(geometry: ConvolutionGeometry, weight: Tensor, bias: Tensor | None, x: Tensor) -> Verdict:
+    """max |sum_h P_h X W_h + b - conv(X)| / max |conv(X)| in float64, P_h applied as operators, conv by torch.
+
+    weight (out, in/groups, *kernel), x (b, in, *grid).
+    """
+    layer = ShiftAttention(geometry, weight.double(), None if bias is None else bias.double())
+    expected = layer(x.double())
+    change = (layer.sum_over_heads(x.double()) - expected).abs().amax() / expected.abs().amax()
     return Verdict(
         claim="K^D heads that are shifts are a convolution",
         source=SOURCE,
         measured=change.item(),
         bound=ROUNDING,
-        premises={"one head for each tap": weight[0, 0].numel() == taps.heads},
+        premises={"one head per kernel cell": weight[0, 0].numel() == geometry.heads},
     )
 
 
 def missed_mass(alpha: float, axes: int) -> float:
-    """1 - (1 + s)^-D, an upper bound of the weight a head of sharpness alpha puts elsewhere than on its centre."""
+    """1 - (1 + s)^-D: an upper bound on the weight that a head of sharpness alpha puts outside its centre cell."""
     s = 2 * math.exp(-alpha) / -math.expm1(-3 * alpha)
     return -math.expm1(-axes * math.log1p(s))
 
 
 def sharp_heads_are_shifts(alpha: float, grid: Sequence[int], centre: Sequence[int]) -> Verdict:
     """max over queries of |P_q - e_(q + centre)|_1 against 2 (1 - (1 + s)^-D), where q + centre is in the grid."""
-    p = _rows(alpha, grid, centre)
+    p = quadratic(grid, torch.tensor(centre, dtype=torch.float64), log_width(alpha).double()).dense()
     inside, target = _targets(grid, centre)
     off = (1 - p[inside].gather(-1, target[inside, None]).squeeze(-1)) * 2  # rows sum to one
     return Verdict(
@@ -59,18 +57,18 @@ def sharp_heads_are_shifts(alpha: float, grid: Sequence[int], centre: Sequence[i
         source=SOURCE + ", its lemma with a rate",
         measured=off.amax().item() if len(off) else math.nan,
         bound=2 * missed_mass(alpha, len(grid)),
-        premises={"some query sees its centre": bool(inside.any()), "alpha is positive": alpha > 0},
+        premises={"some query has its centre in the grid": bool(inside.any()), "alpha is positive": alpha > 0},
     )
 
 
-def soft_output_error(alpha: float, taps: Taps, weight: Tensor, x: Tensor) -> float:
-    """max_o sum_h |W_h|_1 (1 - (1 + s)^-D) range(X): no output of soft heads is further from the convolution's.
+def soft_output_error(alpha: float, geometry: ConvolutionGeometry, weight: Tensor, x: Tensor) -> float:
+    """max_o sum_h |W_h|_1 (1 - (1 + s)^-D) range(X): an upper bound on |soft heads - convolution| of any output.
 
-    The rows of P_h - shift_h sum to zero, so each moves its mass by at most the range of X (the padding included).
+    The rows of P_h - shift_h sum to zero, so each moves its mass by at most the range of X (padding included).
     """
-    wide = taps.extend("soft_output_error", x, weight)
-    spread = (wide.amax() - wide.amin()).item()
-    return weight.flatten(1).abs().sum(1).amax().item() * missed_mass(alpha, len(taps.kernel)) * spread
+    padded = geometry.pad(x)
+    spread = (padded.amax() - padded.amin()).item()
+    return weight.flatten(1).abs().sum(1).amax().item() * missed_mass(alpha, geometry.axes) * spread
 
 
 def centres_stop_learning(alpha: float, grid: int) -> Verdict:
@@ -91,9 +89,9 @@ def centres_stop_learning(alpha: float, grid: int) -> Verdict:
 
 
 def encoding_costs(grid: Sequence[int], d: int) -> dict[str, Cost]:
-    """Multiply-adds of one head of width d on a grid of N cells, from tokens to output, by positional encoding.
+    """Cost of one head of width d on a grid of N cells, from tokens to output, for each positional encoding.
 
-    absolute       N^2 2d + 3 N d^2     projections once for all pairs (d^3 a pair, as one source has it, is a slip)
+    absolute       N^2 2d + 3 N d^2     tokens are projected once, not once per pair
     relative       as absolute, and t d^2 + N t d for the t = prod(2 g - 1) differences
     quadratic      N^2 (1 + D) + N^2 d + N d^2, dense
     factored       N d sum(g) + N d^2, as a Kronecker product: O(N^1.5 d) on a square grid
@@ -108,13 +106,8 @@ def encoding_costs(grid: Sequence[int], d: int) -> dict[str, Cost]:
     }
 
 
-def _rows(alpha: float, grid: Sequence[int], centre: Sequence[int]) -> Tensor:
-    centres = torch.tensor(centre, dtype=torch.float64)
-    return quadratic(grid, centres, log_width(alpha).double()).dense()
-
-
 def _targets(grid: Sequence[int], centre: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Which queries have their centre inside the grid, and its number."""
+    """Whether q + centre is inside the grid, and its cell number, for every query q."""
     inside, target = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
     for g, c in zip(grid, centre, strict=True):
         at = torch.arange(g) + c

@@ -1,7 +1,7 @@
-"""Look for a violation of left(z) <= right(z): maximise log left - log right by gradient ascent from many starts.
+"""Search for a violation of left(z) <= right(z): maximise log left - log right by gradient ascent from many starts.
 
-A positive maximum refutes the inequality and comes with its counter-example; a negative one is evidence, not proof, and
-says how loose the inequality is where it is tightest.  The same seed gives the same answer.
+A positive maximum refutes the inequality, with the counter-example; a negative one is evidence, not proof, and measures
+how loose the inequality is where it is tightest.  The same seed gives the same result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Side = Callable[..., Tensor]
 @final
 @dataclass(frozen=True, eq=False)
 class Worst:
-    """The largest log(left / right) found, where, and from which of how many starts."""
+    """The largest log(left / right), the tensors that attain it, and the start from which they were reached."""
 
     gap: float
     at: tuple[Tensor, ...]
@@ -40,26 +40,26 @@ def search(
     rate: float = 0.05,
     seed: int = 0,
 ) -> Worst:
-    """`draw(generator)` gives the tensors to vary; the sides take them and return the logs of both sides.
+    """`draw(generator)` returns the tensors to vary; `log_left` and `log_right` are functions of them.
 
-    All starts climb side by side (vmap), which takes about as long as one of them.
+    All starts run in one vmap.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = [draw(generator) for _ in range(starts)]
     z = [torch.stack(each).detach().requires_grad_() for each in zip(*drawn, strict=True)]
-    both = torch.vmap(lambda *x: log_left(*x) - log_right(*x))
+    log_ratio = torch.vmap(lambda *x: log_left(*x) - log_right(*x))
     optimizer = torch.optim.Adam(z, lr=rate)
     best: Worst | None = None
     for _ in range(steps):
-        gaps = both(*z)
-        found = gaps.detach().nan_to_num(nan=-torch.inf)
-        start = int(found.argmax())
-        if found[start] > (-torch.inf if best is None else best.gap):
-            best = Worst(found[start].item(), tuple(x[start].detach().clone() for x in z), start, starts)
+        gaps = log_ratio(*z)
+        finite = gaps.detach().nan_to_num(nan=-torch.inf)
+        start = int(finite.argmax())
+        if finite[start] > (-torch.inf if best is None else best.gap):
+            best = Worst(finite[start].item(), tuple(x[start].detach().clone() for x in z), start, starts)
         optimizer.zero_grad()
         (-gaps.sum()).backward()
         for x in z:
-            # a start that has left the numbers stays where it is; the others go on
+            # a start whose gradient is NaN stays where it is; the others continue
             if x.grad is not None:
                 x.grad.nan_to_num_(0.0, 0.0, 0.0)
         optimizer.step()

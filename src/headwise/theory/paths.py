@@ -1,10 +1,9 @@
-"""SAN(X) = sum over paths P_path X W_path + 1 b^T, grouped exactly without walking the (H + 1)^L paths.
+"""SAN(X) = sum over paths P_path X W_path + 1 b^T, grouped exactly without enumerating the (H + 1)^L paths.
 
     T_(l+1)[j] = T_l[j] + sum_h P_h^l T_l[j-1] W_h^l            j = number of heads on the path, T_0[0] = X
 
-with P_h^l those of the real forward pass (frozen).  L + 1 tensors instead of (H + 1)^L terms; the same recursion over
-the states of a finite automaton sums any family of paths it accepts: through a head, avoiding a set of heads.
-Without skip connections only j = l survives.  Single paths share prefixes in a tree.
+with the P_h^l of the forward pass held fixed: L + 1 tensors instead of (H + 1)^L terms.  The same recursion sums the
+paths through one head, and those that avoid a set of heads.  Without skip connections only j = l is nonzero.
 Dong, Cordonnier & Loukas 2021, Theorem 2.1.
 """
 
@@ -20,19 +19,19 @@ from torch import Tensor
 
 from headwise.errors import InputError
 from headwise.linalg.norms import frobenius_norm
-from headwise.theory.residual import Norm, relative_residual
+from headwise.theory.collapse import Norm, relative_residual
 from headwise.theory.stack import Stack
 
 Head = tuple[int, int]
 """(layer, head), both from 0."""
 
 SKIP = -1
-"""In a path: the layer was skipped."""
+"""In a path: the skip connection of that layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Sums of paths by length, what the biases add to every token, and the network's own output."""
+    """Sums of paths by length, the contribution of the biases, and the output of the network."""
 
     by_length: Tensor  # (L + 1, n, d): from X through j heads
     bias: Tensor  # (n, d): all paths that start at a bias
@@ -40,21 +39,21 @@ class Groups:
 
     @property
     def error(self) -> float:
-        """||sum of all groups - output|| / ||output||: rounding, if the decomposition holds."""
+        """||sum of all groups - output|| / ||output||: rounding only."""
         total = self.by_length.sum(0) + self.bias
         return ((total - self.output).norm() / self.output.norm()).item()
 
     def norms(self, norm: Norm = frobenius_norm) -> Tensor:  # (L + 1,)
-        """||T_j||: how much the paths through j heads add."""
+        """||T_j||: the size of the contribution of all paths through j heads."""
         return norm(self.by_length)
 
     def residuals(self, norm: Norm = frobenius_norm) -> Tensor:  # (L + 1,)
-        """||res T_j|| / ||T_j||: how different the tokens still are after j heads."""
+        """||res T_j|| / ||T_j||: how much tokens differ after j heads."""
         return relative_residual(self.by_length, norm)
 
 
 def by_length(stack: Stack, x: Tensor) -> Groups:
-    """Every path grouped by the number of heads it passes, exactly; O(L^2 H) products."""
+    """All paths grouped by the number of heads on them; O(L^2 H) products."""
     mixed, states = _frozen(stack, x)
     groups, bias = _start(stack, x), torch.zeros_like(x)
     for layer, p in zip(stack.layers, mixed, strict=True):
@@ -64,7 +63,7 @@ def by_length(stack: Stack, x: Tensor) -> Groups:
 
 
 def through_head(stack: Stack, x: Tensor, head: Head) -> Tensor:  # (L + 1, n, d)
-    """All paths from X that pass head (l, h), by length: reach layer l by any path, take h, go on by any path."""
+    """Sum of all paths from X through head (l, h), by length."""
     _exists(stack, head)
     mixed, _ = _frozen(stack, x)
     groups = _start(stack, x)
@@ -77,19 +76,19 @@ def through_head(stack: Stack, x: Tensor, head: Head) -> Tensor:  # (L + 1, n, d
 
 
 def avoiding(stack: Stack, x: Tensor, heads: Set[Head]) -> Tensor:  # (L + 1, n, d)
-    """All paths from X that pass none of `heads`, by length."""
+    """Sum of all paths from X through none of `heads`, by length."""
     for head in heads:
         _exists(stack, head)
     mixed, _ = _frozen(stack, x)
     groups = _start(stack, x)
     for index, (layer, p) in enumerate(zip(stack.layers, mixed, strict=True)):
-        kept = [h for h in range(len(p)) if (index, h) not in heads]
-        groups = _longer(groups, p[kept], layer.w[kept], skip=stack.skip)
+        others = [h for h in range(len(p)) if (index, h) not in heads]
+        groups = _longer(groups, p[others], layer.w[others], skip=stack.skip)
     return groups
 
 
 def single_paths(stack: Stack, x: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Every path with its contribution, depth first, shared prefixes computed once; a skipped layer is SKIP."""
+    """Every path with its contribution, depth first; prefixes are computed once, a skipped layer is SKIP."""
     mixed, _ = _frozen(stack, x)
 
     def walk(index: int, path: tuple[int, ...], y: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -106,21 +105,21 @@ def single_paths(stack: Stack, x: Tensor) -> Iterator[tuple[tuple[int, ...], Ten
 
 @dataclass(frozen=True)
 class Sampled:
-    """Mean over paths of one length of a number per path, with its standard error."""
+    """Mean over paths of one length, with its standard error."""
 
     mean: float
     error: float
-    paths: int  # looked at
-    total: int  # that there are
+    paths: int  # in the sample
+    total: int  # of this length
 
 
 def sample_norms(
     stack: Stack, x: Tensor, length: int, count: int, *, generator: torch.Generator | None = None
 ) -> Sampled:
-    """Mean Frobenius norm of the contribution of one path of the given length; exact when there are at most `count`."""
+    """Mean Frobenius norm of the contributions of single paths of `length`; exact if there are at most `count`."""
     depth, heads = len(stack.layers), stack.layers[0].wq.shape[0]
     if any(layer.wq.shape[0] != heads for layer in stack.layers):
-        raise InputError("paths: lengths are sampled from layers of equally many heads; walk single_paths instead")
+        raise InputError("paths: sample_norms needs layers with equally many heads; use single_paths")
     if not 0 <= length <= depth or (not stack.skip and length != depth):
         raise InputError(
             f"paths: length {length} does not occur in {depth} layers {'with' if stack.skip else 'without'} skips"
@@ -162,7 +161,7 @@ def _start(stack: Stack, x: Tensor) -> Tensor:
 
 
 def _longer(groups: Tensor, p: Tensor, w: Tensor, *, skip: bool) -> Tensor:
-    """T[j] + sum_h P_h T[j-1] W_h, or without the first where nothing is skipped."""
+    """T[j] + sum_h P_h T[j-1] W_h; without the first term if `skip` is False."""
     stay = groups if skip else torch.zeros_like(groups)
     return torch.cat([stay[:1], stay[1:] + _through(p, groups[:-1], w)])
 
@@ -175,4 +174,4 @@ def _through(p: Tensor, y: Tensor, w: Tensor) -> Tensor:
 def _exists(stack: Stack, head: Head) -> None:
     heads = [layer.wq.shape[0] for layer in stack.layers]
     if not (0 <= head[0] < len(heads) and 0 <= head[1] < heads[head[0]]):
-        raise InputError(f"paths: there is no head {head}; the layers of the stack have {heads} heads")
+        raise InputError(f"paths: head {head} does not exist; the layers of the stack have {heads} heads")

@@ -1,9 +1,9 @@
-"""One function in two precisions: how large its rounding is, and its values without it.
+"""Run a module in two precisions to measure its rounding error.
 
     floor = max |A_dtype(x) - A_64(x)| / max |A_64|,   C = floor / eps(dtype),   threshold = SAFETY * C * eps(float64)
 
-An identity that is true in exact arithmetic is violated by some C * eps, with much the same C in every precision, since
-the same sums are rounded in the same places.  So a difference above `threshold` in the float64 run is not rounding.
+An identity that is true in exact arithmetic is violated by C * eps with about the same C in every precision, since the
+same sums are rounded in the same places.  So a difference above `threshold` in the float64 run is not rounding.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch.utils._pytree import tree_leaves
 from headwise.errors import HeadwiseError, InputError, NonFiniteError
 
 SAFETY = 16.0
-"""Two computations differ by twice the rounding of one, and sums in another order by somewhat more than was seen."""
+"""Two computations differ by twice the rounding of one, and sums in another order by somewhat more."""
 
 ASSUMED = 256.0
-"""C where the module cannot run in a second precision and it cannot be measured."""
+"""C where it cannot be measured, since the module does not run in a second precision."""
 
-Call = Callable[[Any, Tensor], Tensor]
-"""How to run a module on one tensor."""
+Forward = Callable[[Any, Tensor], Tensor]
+"""forward(module, x): how to run a module on one tensor."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class TwoPrecisions:
-    """A(x) for every input, as given and in float64 (as float64 tensors), and what the difference says."""
+    """A(x) for every input, in the given dtype and in float64 (as float64 tensors), and their difference."""
 
     given: list[Tensor]
     float64: list[Tensor]
@@ -44,8 +44,8 @@ class TwoPrecisions:
     notes: tuple[str, ...]
 
 
-def run_in_two_precisions(module: Callable[..., Any], call: Call | None, inputs: list[Tensor]) -> TwoPrecisions:
-    """Run `module`, or a copy of it, as it is and in float64 (in float32 too, if float64 is what it is)."""
+def run_in_two_precisions(module: Callable[..., Any], call: Forward | None, inputs: list[Tensor]) -> TwoPrecisions:
+    """Run a copy of `module` as it is and in float64 (in float32, if it is float64 itself)."""
     given = _run(module, call, inputs, None)
     dtype = given.outputs[0].dtype
     eps, eps64 = torch.finfo(dtype).eps, torch.finfo(torch.float64).eps
@@ -55,7 +55,9 @@ def run_in_two_precisions(module: Callable[..., Any], call: Call | None, inputs:
         second = _run(module, call, inputs, other)
     except (RuntimeError, TypeError, HeadwiseError) as error:
         reason = str(error).split("\n")[0]
-        notes.append(f"no run in {other} to measure the floor by ({reason}); {ASSUMED:.0f} eps is assumed")
+        notes.append(
+            f"rounding floor assumed to be {ASSUMED:.0f} eps, since the module does not run in {other} ({reason})"
+        )
         exact, constant, finest = given, ASSUMED, eps
     else:
         exact = given if dtype == torch.float64 else second
@@ -64,10 +66,10 @@ def run_in_two_precisions(module: Callable[..., Any], call: Call | None, inputs:
         )
         constant = max(1.0, max(gaps) / (_largest(exact.outputs) or 1.0) / max(eps, torch.finfo(other).eps))
         if not given.repeats:
-            constant = ASSUMED  # what differs between the runs is chance, not rounding
+            constant = ASSUMED  # the runs differ by randomness, not by rounding
         finest = max(exact.eps, eps64)
         if exact.eps > eps64:
-            notes.append(f"parts of the module compute with eps {exact.eps:.1g} even when it is converted to float64")
+            notes.append(f"parts of the module compute with eps {exact.eps:.1g} after conversion to float64")
     return TwoPrecisions(
         given=given.outputs,
         float64=[y.double() for y in exact.outputs],
@@ -90,11 +92,11 @@ def module_name(module: object) -> str:
 class _Run:
     outputs: list[Tensor]
     repeats: bool
-    eps: float  # of the coarsest dtype anything was computed in
+    eps: float  # of the coarsest dtype of any operation
 
 
 class _CoarsestEps(TorchDispatchMode):
-    """Watches every operation and remembers the largest eps among the floating dtypes it produced."""
+    """The largest eps among the floating dtypes that operations return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,8 +110,8 @@ class _CoarsestEps(TorchDispatchMode):
         return out
 
 
-def _run(module: Callable[..., Any], call: Call | None, inputs: list[Tensor], dtype: torch.dtype | None) -> _Run:
-    """A copy of the module, in `dtype` or as it is, on every input; the caller's module and generator do not change."""
+def _run(module: Callable[..., Any], call: Forward | None, inputs: list[Tensor], dtype: torch.dtype | None) -> _Run:
+    """Run a copy of the module, converted to `dtype`, on every input; the module and the random state do not change."""
     if isinstance(module, nn.Module):
         module = copy.deepcopy(module)
         module = module if dtype is None else module.to(dtype)
@@ -123,12 +125,12 @@ def _run(module: Callable[..., Any], call: Call | None, inputs: list[Tensor], dt
     return _Run(outputs, repeats, watch.eps)
 
 
-def _call(module: Callable[..., Any], call: Call | None, x: Tensor) -> Tensor:
+def _call(module: Callable[..., Any], call: Forward | None, x: Tensor) -> Tensor:
     y = module(x) if call is None else call(module, x)
     if not isinstance(y, Tensor) or not y.dtype.is_floating_point:
         raise InputError(
             f"{module_name(module)} returned {type(y).__name__}, not a floating tensor; "
-            "say which part to look at, for example call=lambda module, x: module(x, x, x)[0]"
+            "select one, for example call=lambda module, x: module(x, x, x)[0]"
         )
     if not bool(y.isfinite().all()):
         raise NonFiniteError(f"{module_name(module)}: the output has {int((~y.isfinite()).sum())} non-finite entries")

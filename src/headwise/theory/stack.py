@@ -1,9 +1,9 @@
-"""A stack of attention layers as weights: what the theorems about depth speak of.
+"""The weights of a stack of self-attention layers, to which the theorems about depth apply.
 
     SA(X) = sum_h P_h X W_h + 1 b^T,      P_h = softmax(X A_h X^T / sqrt(d_qk) + 1 a_h^T),      W_h = W_V,h W_O,h
 
-A_h = W_Q,h W_K,h^T and a_h = X W_K,h b_Q,h (the part of the biases that softmax does not cancel).  With `skip` each
-layer adds X.  Weights are float64 tensors with heads as the first axis.
+A_h = W_Q,h W_K,h^T and a_h = X W_K,h b_Q,h (the part of the biases that does not cancel in the softmax).  With `skip`
+each layer adds X.  Weights are float64 tensors with heads as the first axis.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Layer:
         return (self.attention(x) @ x @ self.w).sum(0) + self.bias
 
     def split(self, mean: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:  # (d,), (n, d) -> (d,), (n, d)
-        """Mean and residual of the output from those of X = 1 mean' + rest, without ever taking a difference.
+        """Mean and residual of the output from those of X = 1 mean' + rest, without cancellation.
 
         Row i of the scores is r + e_i with r the same for all rows, so with s = softmax(r)
         P_ij - s_j = s_j (expm1(e_ij) - c_i) / (1 + c_i),  c_i = sum_j s_j expm1(e_ij):  exact however small e is.
@@ -63,7 +63,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Layers one after the other, with or without skip connections."""
+    """A sequence of layers, with or without skip connections."""
 
     layers: tuple[Layer, ...]
     skip: bool = False
@@ -74,31 +74,28 @@ class Stack:
             expected = self.layers[0].wq.shape[1]
             if any(width != expected for width in widths):
                 raise ShapeError(
-                    f"Stack: layer {i} maps width {widths[0]} to {widths[3]}, but the stack has width {expected}; "
-                    "weights must chain"
+                    f"Stack: layer {i} maps width {widths[0]} to {widths[3]}, but the stack has width {expected}"
                 )
             for name in ("wq", "wk", "wv", "wo", "bias", "bq"):
                 if not bool(getattr(layer, name).isfinite().all()):
-                    raise NonFiniteError(
-                        f"Stack: {name} of layer {i} has non-finite entries; the theorems need numbers"
-                    )
+                    raise NonFiniteError(f"Stack: {name} of layer {i} has non-finite entries")
 
     def states(self, x: Tensor) -> list[Tensor]:
         """X_0 ... X_L."""
-        found = [x]
+        states = [x]
         for layer in self.layers:
-            found.append(layer(found[-1]) + (found[-1] if self.skip else 0))
-        return found
+            states.append(layer(states[-1]) + (states[-1] if self.skip else 0))
+        return states
 
     def residuals(self, x: Tensor) -> list[Tensor]:
-        """res X_0 ... res X_L, down to the smallest numbers there are; taken from `states` they end in rounding."""
+        """res X_0 ... res X_L, accurate to the smallest float64; differences of `states` would end in rounding."""
         mean = x.mean(-2)
-        found = [x - mean]
+        residuals = [x - mean]
         for layer in self.layers:
-            moved, rest = layer.split(mean, found[-1])
+            moved, rest = layer.split(mean, residuals[-1])
             mean = moved + (mean if self.skip else 0)
-            found.append(rest + (found[-1] if self.skip else 0))
-        return found
+            residuals.append(rest + (residuals[-1] if self.skip else 0))
+        return residuals
 
 
 def random_stack(
@@ -112,7 +109,7 @@ def random_stack(
     skip: bool = False,
     generator: torch.Generator | None = None,
 ) -> Stack:
-    """Gaussian weights of variance scale^2 / fan-in, and Gaussian biases of size `bias`."""
+    """Gaussian weights of variance scale^2 / fan-in, and Gaussian biases of standard deviation `bias`."""
     k = key_width or max(1, width // heads)
 
     def draw(*shape: int) -> Tensor:
@@ -133,16 +130,16 @@ def random_stack(
 
 
 def layer_of(module: MultiHead) -> Layer:
-    """The weights of one of our self-attention modules, in float64; value biases join the output's (P 1 = 1)."""
+    """The weights of a MultiHead self-attention module in float64; value biases join the output bias (P 1 = 1)."""
     if module.build is not softmax:
         raise UnsupportedError(
-            f"Stack: the theorems speak of softmax attention, not of "
+            f"Stack: the theorems apply to softmax attention, not to "
             f"{getattr(module.build, '__name__', type(module.build).__name__)}"
         )
     if module.width != module.out_width or set(module.context_widths) != {module.width}:
         raise ShapeError(
             f"Stack: a layer from width {module.width} and context {module.context_widths} to {module.out_width} "
-            "does not chain; the theorems speak of self-attention of one width"
+            "does not chain; the theorems apply to self-attention of one width"
         )
     keys, values = head_slices(module.key_widths), head_slices(module.value_widths)
     widest = max(module.key_widths)

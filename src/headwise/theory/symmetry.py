@@ -1,21 +1,20 @@
-"""Is A(g x) = g A(x)?  Measured, with the rounding floor beside it, and never asserted.
+"""Is A(g x) = g A(x)?  Measured, together with the rounding error of the module.
 
 Self-attention is permutation EQUIVARIANT, A(Px) = P A(x); attention with learned queries is permutation INVARIANT,
 A(Px) = A(x).  A 1x1 convolution is equivariant; a wider one is not, but commutes with translations away from the
-border.  Positional encodings break the symmetry.  `check_equivariance` finds all of this out by running the module.
+border.  Positional encodings break the symmetry.  `check_equivariance` measures this by running the module.
 
-The floor.  An identity that holds in exact arithmetic fails in floating point by C * eps with much the same C in every
-precision; a broken one fails by the same amount in every precision.  So the module runs in the dtype given and in
+Rounding.  An identity that holds in exact arithmetic fails in floating point by C * eps with about the same C in every
+precision; a broken one fails by the same amount in every precision.  So the module runs in the given dtype and in
 float64 (`headwise.theory.rounding`): C is the largest difference between the two runs over eps, and in float64 an error
-counts as real when it is above SAFETY * C * eps.  The two cases are nine orders of magnitude apart.  Where parts of the
-module stay in a coarser dtype (a norm that casts to float32), that dtype's eps is used.
+above SAFETY * C * eps is real.  The two cases are nine orders of magnitude apart.  Where parts of the module stay in a
+coarser dtype (a norm that casts to float32), that dtype's eps is used.
 
-The border.  Zero padding breaks translation symmetry near edges only: near the frame's edge, and near the seam, the old
-edge which a roll has carried inside.  Depth 0 is a place on an edge or seam of the axes that g moves.  The verdict is
-BORDER ONLY when the depths at which errors are real are exactly 0 ... w-1, and some g moves places of depth >= w, which
-then are clean.  So w, the border's width, is measured (a 5x5 kernel gives 2), a grid too small to have an interior is
-not given the benefit of the doubt, a defect amid clean places does not pass as a border, and the middle row of a flip,
-which stays where it is, is no evidence.
+Border.  Zero padding breaks translation symmetry only near the edges of the grid and near the seam, the former edge
+which a roll moves inside.  Positions on an edge or seam of the axes that g moves have depth 0.  The verdict is BORDER
+ONLY when the depths with real errors are exactly 0 ... w-1 and some g moves positions of depth >= w.  So the width w is
+measured (2 for a 5x5 kernel), a grid without interior never passes, nor does a defect amid correct positions, and the
+middle row of a flip, which does not move, is no evidence.
 """
 
 from __future__ import annotations
@@ -23,38 +22,158 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError, NonFiniteError, ShapeError
-from headwise.theory.groups import Element, Group
-from headwise.theory.rounding import Call, module_name, run_in_two_precisions
-from headwise.theory.symmetry_report import ElementReport, Error, Regions, Symmetry, SymmetryReport
+from headwise.theory.groups import Element, SymmetryGroup
+from headwise.theory.rounding import Forward, module_name, run_in_two_precisions
+from headwise.theory.verdict import Verdict
 
 Axes = Literal["tokens", "grid"] | Sequence[int]
 
 
+class Symmetry(Enum):
+    EXACT = "EXACT"
+    """Bit for bit in the given dtype."""
+    ROUNDING = "ROUNDING"
+    """True in exact arithmetic: the error shrinks with eps."""
+    BORDER_ONLY = "BORDER ONLY"
+    """True away from the edges."""
+    APPROXIMATE = "APPROXIMATE"
+    """False, with a relative error within the tolerance."""
+    BROKEN = "BROKEN"
+
+
+@final
+@dataclass(frozen=True)
+class RegionError:
+    """||e|| / ||g A(x)|| and max |e| over the positions of a region."""
+
+    relative: float
+    maximal: float
+
+
+Regions = dict[str, RegionError | None]
+"""Errors of "whole", "interior" and "border"; None for an empty region (permutations have no border)."""
+
+
+@final
+@dataclass(frozen=True)
+class ElementReport:
+    """The errors of one group element, in the given dtype and in float64."""
+
+    name: str
+    given: Regions
+    float64: Regions
+
+    @property
+    def relative(self) -> float:
+        """||A(g x) - g A(x)|| / ||A(x)|| in float64."""
+        return _whole(self.float64).relative
+
+    @property
+    def maximal(self) -> float:
+        """max |A(g x) - g A(x)| in float64."""
+        return _whole(self.float64).maximal
+
+    @property
+    def maximal_as_given(self) -> float:
+        """max |A(g x) - g A(x)| in the given dtype."""
+        return _whole(self.given).maximal
+
+
+@final
+@dataclass(frozen=True)
+class SymmetryReport:
+    """The verdict, and the measurements it follows from.
+
+    `scale`         max |A(x)|, in float64
+    `floor`         largest difference between the two precisions, relative to the scale
+    `threshold`     an error above threshold * scale in float64 is real, not rounding
+    `border_width`  0 if no error is real, w if the real ones lie within w steps of an edge, otherwise None
+    """
+
+    relation: str
+    module: str
+    group: str
+    dtype: str
+    verdict: Symmetry
+    elements: tuple[ElementReport, ...]
+    scale: float
+    floor: float
+    threshold: float
+    border_width: int | None
+    tolerance: float
+    training: bool
+    deterministic: bool
+    moved: bool
+    notes: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        return self.verdict in (Symmetry.EXACT, Symmetry.ROUNDING)
+
+    @property
+    def worst(self) -> ElementReport:
+        return max(self.elements, key=lambda element: element.relative)
+
+    def to_verdict(self) -> Verdict:
+        """The claim that no error is above the threshold, with the premises under which it can be decided."""
+        return Verdict(
+            claim=f"{self.module}: {self.relation} under {self.group}",
+            source="Ji & Xie, invariance and equivariance",
+            measured=max(element.maximal for element in self.elements) / (self.scale or 1.0),
+            bound=self.threshold,
+            premises={
+                "the module is in eval mode": not self.training,
+                "two runs on one input agree": self.deterministic,
+                "every element moves the input": self.moved,
+            },
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict for `outputs.json_text`."""
+        return {**asdict(self), "verdict": self.verdict.value, "worst": self.worst.name}
+
+    def __str__(self) -> str:
+        border = f", border {self.border_width} wide" if self.verdict is Symmetry.BORDER_ONLY else ""
+        line = (
+            f"{self.module}: {self.relation} under {self.group}: {self.verdict.value}{border}; "
+            f"worst {self.worst.name}, relative error {self.worst.relative:.2g} in float64; "
+            f"rounding floor of {self.dtype} {self.floor:.2g}"
+        )
+        return "\n".join((line, *(f"  note: {note}" for note in self.notes)))
+
+
+def _whole(regions: Regions) -> RegionError:
+    whole = regions["whole"]
+    assert whole is not None  # a grid has at least one position
+    return whole
+
+
 def check_equivariance(
     module: Callable[..., Any],
-    group: Group,
+    group: SymmetryGroup,
     x: Tensor,
     *,
     axes: Axes = "tokens",
     out_axes: Axes | None = None,
-    call: Call | None = None,
+    call: Forward | None = None,
     tolerance: float = 1e-2,
 ) -> SymmetryReport:
-    """How far A(g x) is from g A(x), for the elements g of `group`.
+    """||A(g x) - g A(x)|| for the elements g of `group`, and a verdict.
 
-    `axes`       where the group acts: "tokens", (*batch, n, d) or integer ids (*batch, n); "grid", (b, c, *grid); or a
-                 tuple of axes.  `out_axes` says so for the output where it differs
-    `call`       how to run the module on x, by default module(x)
+    `axes`       axes on which the group acts: "tokens" for (*batch, n, d) or integer ids (*batch, n), "grid" for
+                 (b, c, *grid), or a tuple of axes; `out_axes` are those of the output where they differ
+    `call`       call(module, x) runs the module, by default module(x)
     `tolerance`  relative error up to which a broken symmetry is called APPROXIMATE
 
-    The module is copied and never changed; x should be generic (random), since a constant x has every symmetry.
+    The module is copied, not changed.  x should be random, since a constant x has every symmetry.
 
     >>> from headwise.theory import permutations
     >>> pointwise, wide, x = nn.Conv1d(3, 3, 1).eval(), nn.Conv1d(3, 3, 3, padding=1).eval(), torch.randn(2, 3, 10)
@@ -69,14 +188,14 @@ def check_equivariance(
 
 def check_invariance(
     module: Callable[..., Any],
-    group: Group,
+    group: SymmetryGroup,
     x: Tensor,
     *,
     axes: Axes = "tokens",
-    call: Call | None = None,
+    call: Forward | None = None,
     tolerance: float = 1e-2,
 ) -> SymmetryReport:
-    """How far A(g x) is from A(x); the arguments are those of `check_equivariance`.
+    """||A(g x) - A(x)|| for the elements g of `group`, and a verdict; arguments as in `check_equivariance`.
 
     >>> from headwise.theory import flips
     >>> check_invariance(lambda x: x.mean(-2), flips(), torch.randn(2, 10, 3)).holds
@@ -89,7 +208,7 @@ def check_invariance(
 def _warn_if_training(module: object) -> None:
     if _in_training(module):
         warnings.warn(
-            f"{module_name(module)} is in training mode: dropout and batch statistics break what holds after .eval()",
+            f"{module_name(module)} is in training mode: dropout and batch statistics break symmetries; use .eval()",
             stacklevel=3,
         )
 
@@ -97,26 +216,26 @@ def _warn_if_training(module: object) -> None:
 def _check(
     relation: str,
     module: Callable[..., Any],
-    group: Group,
+    group: SymmetryGroup,
     x: Tensor,
     axes: Axes,
     out_axes: Axes | None,
-    call: Call | None,
+    call: Forward | None,
     tolerance: float,
 ) -> SymmetryReport:
     x, notes = x.detach(), []
     in_axes = _resolve("x", axes, x, ids=not x.dtype.is_floating_point)
     elements = group.elements([x.shape[a] for a in in_axes])
     if torch.Size(x.shape[a] for a in in_axes).numel() < 2 or x.numel() == 0:
-        raise ShapeError(f"{group.name}: x has shape {tuple(x.shape)}; there is nothing to move along axes {in_axes}")
+        raise ShapeError(f"{group.name}: x has shape {tuple(x.shape)}, with a single position along axes {in_axes}")
     if x.dtype.is_floating_point and not bool(x.isfinite().all()):
         raise NonFiniteError(f"check_{relation}: x has {int((~x.isfinite()).sum())} non-finite of {x.numel()} entries")
     inputs = [x, *(element.act(x, in_axes) for element in elements)]
     unmoved = [e.name for e, gx in zip(elements, inputs[1:], strict=True) if torch.equal(gx, x)]
     if unmoved:
-        notes.append(f"x is unchanged by {', '.join(unmoved)}, which then show nothing; use a generic x")
+        notes.append(f"x is unchanged by {', '.join(unmoved)}, which therefore test nothing; use a random x")
     if training := _in_training(module):
-        notes.append("the module is in training mode; the verdict is about the training-mode function")
+        notes.append("the module is in training mode; the verdict applies to training mode")
 
     runs = run_in_two_precisions(module, call, inputs)
     notes.extend(runs.notes)
@@ -164,7 +283,7 @@ class _Errors:
     gap: Tensor
     reference: Tensor
     depth: Tensor | None
-    moved: Tensor | None  # False at places that g leaves where they are, such as the middle of a flip
+    moved: Tensor | None  # False at positions that g does not move, such as the middle of a flip
 
     @property
     def size(self) -> Tensor:
@@ -172,7 +291,7 @@ class _Errors:
         return self.gap.amax(0)
 
     def regions(self, width: int | None) -> Regions:
-        """`width` of the border; where none was measured, a quarter of the depth, just to have the two apart."""
+        """Errors by region, for a border of `width`; where none was measured, of a quarter of the depth."""
         if self.depth is None:
             return {"whole": self._error(slice(None)), "interior": self._error(slice(None)), "border": None}
         width = width or max(1, (int(self.depth.max()) + 1) // 4)
@@ -183,16 +302,16 @@ class _Errors:
             "border": self._error(~inside) if not bool(inside.all()) else None,
         }
 
-    def _error(self, where: Tensor | slice) -> Error:
+    def _error(self, where: Tensor | slice) -> RegionError:
         gap, norm = self.gap[:, where], self.reference[:, where].norm().item()
         size = gap.norm().item()
-        return Error(size / norm if norm else (0.0 if size == 0 else float("inf")), gap.amax().item())
+        return RegionError(size / norm if norm else (0.0 if size == 0 else float("inf")), gap.amax().item())
 
 
 def _comparison(
     elements: list[Element], x: Tensor, axes: Axes, out_axes: Axes | None
 ) -> Callable[[list[Tensor]], list[_Errors]]:
-    """How to compare A(x), A(g1 x), A(g2 x), ... element by element."""
+    """The function that compares A(x) with A(g1 x), A(g2 x), ..."""
 
     def invariant(outputs: list[Tensor]) -> list[_Errors]:
         y, *moved = (z.double() for z in outputs)
@@ -207,8 +326,8 @@ def _comparison(
         expected = x.dim() + (0 if x.dtype.is_floating_point else 1)
         if isinstance(out_axes, str) and out_axes == axes and y.dim() != expected:
             raise ShapeError(
-                f"check_equivariance: x has shape {tuple(x.shape)} and the output {tuple(y.shape)}, on which the group "
-                "does not act; give out_axes, or use check_invariance"
+                f"check_equivariance: x has shape {tuple(x.shape)}, but the output {tuple(y.shape)}; "
+                "give out_axes, or use check_invariance"
             )
         where = _resolve("the output", out_axes, y)
         return [_at_positions(element, z, y, where) for element, z in zip(elements, moved, strict=True)]
@@ -228,7 +347,7 @@ def _at_positions(element: Element, a: Tensor, y: Tensor, where: tuple[int, ...]
         return _Errors(gap, flat(b), None, None)
     places = torch.arange(math.prod(grid), device=y.device)
     origin = element.act_out(places.reshape([y.shape[axis] for axis in where]), range(len(where))).flatten()
-    # a turned grid that is not square has other sides, and numbers do not tell places apart
+    # the sides of a rotated grid that is not square differ, so that indices cannot be compared
     moved = origin != places if all(y.shape[axis] == b.shape[axis] for axis in where) else places >= 0
     return _Errors(gap, flat(b), element.depth(grid).flatten().to(y.device), moved)
 
@@ -240,7 +359,7 @@ def _gap(element: Element, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _border_width(errors: list[_Errors], limit: float) -> int | None:
-    """w if the real errors lie at depths 0 ... w-1, at each of them, and some moved place is deeper; else None."""
+    """w if the depths with real errors are 0 ... w-1 and some moved position is deeper; else None."""
     depths, deepest = set(), -1
     for error in errors:
         if error.depth is None or error.moved is None:
@@ -251,18 +370,18 @@ def _border_width(errors: list[_Errors], limit: float) -> int | None:
 
 
 def _resolve(what: str, axes: Axes, x: Tensor, *, ids: bool = False) -> tuple[int, ...]:
-    """The axes as non-negative numbers, in order."""
+    """The axes as sorted non-negative numbers."""
     if axes == "tokens":
-        wanted: Sequence[int] = (-1,) if ids else (-2,)
+        indices: Sequence[int] = (-1,) if ids else (-2,)
     elif axes == "grid":
-        wanted = range(2, x.dim())
+        indices = range(2, x.dim())
     elif isinstance(axes, str):
         raise InputError(f"axes must be 'tokens', 'grid' or a tuple of integers, but is {axes!r}")
     else:
-        wanted = axes
-    if not wanted or any(not -x.dim() <= a < x.dim() for a in wanted):
-        raise ShapeError(f"{what} has shape {tuple(x.shape)}, which has no axes {axes!r} to act on")
-    return tuple(sorted({a % x.dim() for a in wanted}))
+        indices = axes
+    if not indices or any(not -x.dim() <= a < x.dim() for a in indices):
+        raise ShapeError(f"{what} has shape {tuple(x.shape)}, which has no axes {axes!r}")
+    return tuple(sorted({a % x.dim() for a in indices}))
 
 
 def _in_training(module: object) -> bool:

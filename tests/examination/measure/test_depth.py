@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.examination.measure.ablation import collapse_curves
 from headwise.examination.measure.path_lengths import by_length
-from headwise.theory.residual import relative_residual
+from headwise.theory.collapse import relative_residual
 from tests.models.tiny_models import ALL, sharpen
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.examination.measure.observe import Measurement, observe
-from headwise.theory.residual import relative_residual
+from headwise.theory.collapse import relative_residual
 from tests.models.tiny_models import ALL, TRANSFORMERS, sharpen
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.models.run import blocks_of, hidden_states, in_double, run_model
-from headwise.theory.residual import relative_residual
+from headwise.theory.collapse import relative_residual
 
 CURVES = ("all", "no attention skip", "no MLP", "pure attention")
 

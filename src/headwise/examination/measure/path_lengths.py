@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headwise.models.run import blocks_of, in_double, run_model
-from headwise.theory.residual import relative_residual
+from headwise.theory.collapse import relative_residual
 
 EXACT = 1e-6
 """Largest relative difference between the sum of all paths and the network's own output that counts as equal."""

@@ -1,12 +1,12 @@
-"""Scores from positions: absolute encodings, and the four terms of relative ones, for the softmax that follows.
+"""Positional encodings: absolute ones, and the four score terms of relative ones.
 
     absolute   S_qk = (x_q + p_q) W_q W_k^T (x_k + p_k)^T                               (Vaswani et al. 2017)
     relative   S_qk = a_q.c_k + a_q.r_d + u.c_k + v.r_d,  a = x W_q, c = x W_k, r_d = e_d W~_k, d = k - q
                                                                                         (Dai et al. 2019)
 
-Absolute encodings are added to the input, so they need no code beyond the table p.  Relative ones become a query
-(a + u), a key c and a bias (a + v).r_d for `softmax(q, k, bias=...)`.  Encodings e_d are learned, sinusoidal, or the
-quadratic (|d|^2, d) of Cordonnier, Loukas & Jaggi 2020, whose scores with W_q = W_k = 0 are `quadratic` heads.
+Absolute encodings are added to the input.  Relative ones become a query (a + u), a key c and a bias (a + v).r_d of
+`softmax`.  Encodings e_d are learned, sinusoidal, or the quadratic (|d|^2, d) of Cordonnier, Loukas & Jaggi 2020, whose
+scores with W_q = W_k = 0 are `quadratic` heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headwise.shapes import same_axis, same_kind
 def sinusoidal(positions: Tensor, width: int) -> Tensor:
     """e_(p, 2i) = sin(p / 10000^(2i/w)), e_(p, 2i+1) = cos(...): (*batch, D) -> (*batch, width), w = width / D an axis.
 
-    Works for whole cells, differences of cells (negative ones too) and anything in between.
+    Positions may be cells, differences of cells (negative ones too) or fractions of cells.
 
     >>> sinusoidal(torch.tensor([[0.0]]), 4)
     tensor([[0., 1., 0., 1.]])
@@ -47,14 +47,16 @@ def cells(grid: Sequence[int]) -> Tensor:
 
 
 def differences(grid: Sequence[int], queries: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """All d = k - q that occur, (t, D), and which of them each pair has, (m, n) of indices into them.
+    """All differences d = k - q, (t, D), and the index of the difference of each pair, (m, n).
 
-    t = prod(g_a + q_a - 1), far fewer than the m n pairs: encodings are projected once for each difference.
+    t = prod(g_a + q_a - 1) is far fewer than m n, so encodings are projected once per difference.
     """
     queries = tuple(grid if queries is None else queries)
     same_axis("differences", "dimension", grid=len(grid), queries=len(queries))
     if not grid or min(*grid, *queries) < 1:
-        raise ShapeError(f"differences: grid {tuple(grid)} and queries {queries} need at least one cell an axis")
+        raise ShapeError(
+            f"differences: grid {tuple(grid)} and queries {queries} need at least one cell along each axis"
+        )
     spans = [g + q - 1 for g, q in zip(grid, queries, strict=True)]
     least = torch.tensor([q - 1 for q in queries])
     index = torch.zeros(1, 1, dtype=torch.int64)
@@ -76,11 +78,11 @@ def quadratic_vector(alpha: Tensor, centres: Tensor) -> Tensor:
 
 
 def four_terms(a: Tensor, encodings: Tensor, index: Tensor, *, content: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """(a + content, (a + place).r_d): query and bias of a relative score, from projected queries a (*batch, m, k).
+    """(a + content, (a + place).r_d): the query and bias of a relative score, from projected queries a (*batch, m, k).
 
     encodings  r_d for every difference, (*batch, t, k), projected
-    index      which difference each pair has, (m, n), from `differences`
-    content    u, place v: one vector for all queries each, (*batch, k)
+    index      the difference of each pair, (m, n), from `differences`
+    content    u and place v: one vector (*batch, k) each for all queries
 
     >>> a, c = torch.randn(6, 4), torch.randn(6, 4)
     >>> offsets, index = differences((2, 3))
@@ -101,7 +103,7 @@ def four_terms(a: Tensor, encodings: Tensor, index: Tensor, *, content: Tensor, 
     same_axis("four_terms", "m", a=a.shape[-2], index=index.shape[-2])
     if not torch.compiler.is_compiling() and int(index.max()) >= encodings.shape[-2]:
         raise ShapeError(
-            f"four_terms: index names difference {int(index.max())}, but there are {encodings.shape[-2]} encodings"
+            f"four_terms: index refers to difference {int(index.max())}, but there are {encodings.shape[-2]} encodings"
         )
     by_difference = (a + place.unsqueeze(-2)) @ encodings.mT  # (*batch, m, t)
     index = index.to(a.device).expand(*by_difference.shape[:-2], *index.shape)

@@ -1,12 +1,12 @@
-"""P = P_1 (x) P_2 (x) ..., P_a = softmax over axis a of s_a(q, k): heads that look at places, at the price of a blur.
+"""P = P_1 (x) P_2 (x) ..., P_a = softmax over axis a of s_a(q, k): attention by position on a grid.
 
-Scores that are a sum over the axes of a grid, s(q, k) = s_1(q_1, k_1) + s_2(q_2, k_2) + ..., have an exponential that
-is a product, and so has its sum over a rectangle of keys.  The softmax over all keys is then the Kronecker product of
-one small softmax an axis, borders and normalisation included: O(N (g_1 + g_2)) where the dense P costs O(N^2).
+If scores are a sum over the axes of the grid, s(q, k) = s_1(q_1, k_1) + s_2(q_2, k_2) + ..., their exponential is a
+product, and so is its sum over a rectangle of keys.  The softmax over all keys is then the Kronecker product of one
+small softmax per axis, borders and normalisation included: O(N (g_1 + g_2)) where the dense P costs O(N^2).
 
-A mask on the keys breaks the product but not the chain rule P(k_1, k_2 | q) = P(k_1 | q_1, q_2) P(k_2 | k_1, q_2): the
-same cost, and in logarithms, so a query whose only visible key is far away still finds it (numerator and denominator
-apart would both underflow to zero).
+A key mask breaks the product but not the chain rule P(k_1, k_2 | q) = P(k_1 | q_1, q_2) P(k_2 | k_1, q_2), which has
+the same cost.  It is computed in logarithms: for a query whose only visible key is far away, numerator and denominator
+would both underflow to zero.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Positional(AttentionOperator):
     """P_qk = prod_a exp(s_a(q_a, k_a)) / sum over the visible k; cells are numbered in row-major order."""
 
     scores: tuple[Tensor, ...]  # axis a: (*batch, q_a, g_a), in float32 at least
-    keep: Tensor | None  # (*batch, *grid), True where a key may be seen
+    key_mask: Tensor | None  # (*batch, *grid), True = attend
     dtype: torch.dtype
 
     @property
@@ -46,11 +46,11 @@ class Positional(AttentionOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        silent = self.keep is not None and not bool(self.keep.flatten(-len(self.scores)).any(-1).all())
-        return frozenset({Claim.NONNEGATIVE}) if silent else frozenset({Claim.NONNEGATIVE, Claim.STOCHASTIC})
+        empty = self.key_mask is not None and not bool(self.key_mask.flatten(-len(self.scores)).any(-1).all())
+        return frozenset({Claim.NONNEGATIVE}) if empty else frozenset({Claim.NONNEGATIVE, Claim.STOCHASTIC})
 
     def factors(self) -> tuple[Tensor, ...]:
-        """The one-dimensional attentions P_a, (*batch, q_a, g_a); the whole of P where no key is masked."""
+        """The factors P_a (*batch, q_a, g_a); P is their Kronecker product if no key is masked."""
         return tuple(torch.softmax(s, dim=-1) for s in self.scores)
 
     def apply(self, v: Tensor) -> Tensor:
@@ -60,35 +60,35 @@ class Positional(AttentionOperator):
         return self._axis_by_axis(u, [s.shape[-2] for s in self.scores], adjoint=True)
 
     def cost(self, d: int) -> Cost:
-        """Axis by axis, the last one first: N g_a multiply-adds a column; with a mask each row of cells has its P_a."""
+        """N g_a multiply-adds per column along axis a, last axis first; with a mask each row of cells has its P_a."""
         copies, total, widest = math.prod(self._batch()), 0, 0
         for axis, s in enumerate(self.scores):
             keys = math.prod([t.shape[-1] for t in self.scores[:axis]])
             queries = math.prod([t.shape[-2] for t in self.scores[axis + 1 :]])
             total += keys * queries * s.shape[-2] * s.shape[-1]
             widest = max(widest, keys * max(s.shape[-2:]) * queries * d)
-            if self.keep is not None:
+            if self.key_mask is not None:
                 widest = max(widest, keys * queries * s.shape[-2] * s.shape[-1])
         return Cost(copies * total * d, copies * widest, len(self.scores))
 
     def _batch(self) -> torch.Size:
         batches = [s.shape[:-2] for s in self.scores]
-        if self.keep is not None:
-            batches.append(self.keep.shape[: -len(self.scores)])
+        if self.key_mask is not None:
+            batches.append(self.key_mask.shape[: -len(self.scores)])
         return torch.broadcast_shapes(*batches)
 
     def _axis_by_axis(self, x: Tensor, sides: list[int], *, adjoint: bool) -> Tensor:
         batch = torch.broadcast_shapes(self._batch(), x.shape[:-2])
         d, axes = x.shape[-1], range(len(sides))
         x = x.expand(*batch, *x.shape[-2:]).unflatten(-2, sides)
-        plain = self.keep is None
+        plain = self.key_mask is None
         weights = self.factors() if plain else self._conditionals()
         for axis in axes if adjoint else reversed(axes):
             w = weights[axis].to(self.dtype)
             w = w.mT if adjoint else w
             at = len(batch) + axis
             if plain:
-                # the other axes ride along as columns: one product of a large matrix
+                # the other axes become columns: one product of a large matrix
                 x = x.movedim(at, len(batch))
                 rest = x.shape[len(batch) + 1 :]
                 x = (w @ x.flatten(len(batch) + 1)).unflatten(-1, rest).movedim(len(batch), at)
@@ -98,28 +98,30 @@ class Positional(AttentionOperator):
 
     def _conditionals(self) -> list[Tensor]:
         """P(k_a | k_1 .. k_(a-1), q_a .. q_D) for every axis a: (*batch, k_<a, q_>a, q_a, k_a)."""
-        assert self.keep is not None
+        assert self.key_mask is not None
         count = len(self.scores)
-        seen, log_mass = self.keep, self.scores[0].new_zeros(self.keep.shape)  # (*batch, k_1 .. k_a, q_(a+1) ..)
+        visible, log_mass = self.key_mask, self.scores[0].new_zeros(self.key_mask.shape)  # (*batch, k_<=a, q_>a)
         weights: list[Tensor] = []
         for axis in reversed(range(count)):
             at = axis - count  # of k_a, from the end
-            seen, log_mass = seen.movedim(at, -1).unsqueeze(-2), log_mass.movedim(at, -1).unsqueeze(-2)
+            visible, log_mass = visible.movedim(at, -1).unsqueeze(-2), log_mass.movedim(at, -1).unsqueeze(-2)
             s = self.scores[axis]
             s = s.reshape(*s.shape[:-2], *(1,) * (count - 1), *s.shape[-2:]) + log_mass
-            none = ~seen.any(-1, keepdim=True)
-            # a row without keys is given finite scores first: softmax of nothing but -inf has NaN for a gradient
-            s = torch.where(none, 0.0, torch.where(seen, s, -math.inf))
+            none = ~visible.any(-1, keepdim=True)
+            # rows without keys get finite scores first: softmax over only -inf has a NaN gradient
+            s = torch.where(none, 0.0, torch.where(visible, s, -math.inf))
             weights.insert(0, torch.softmax(s, dim=-1).masked_fill(none, 0.0))
             log_mass = torch.logsumexp(s, dim=-1).movedim(-1, at)
-            seen = ~none.squeeze(-1).expand(*none.shape[:-2], s.shape[-2]).movedim(-1, at)
+            visible = ~none.squeeze(-1).expand(*none.shape[:-2], s.shape[-2]).movedim(-1, at)
         return weights
 
 
-def positional(scores: Sequence[Tensor], *, keep: Tensor | None = None, dtype: torch.dtype | None = None) -> Positional:
-    """P from one score matrix an axis, (*batch, q_a, g_a); `keep` (*batch, n) is True at keys that may be seen.
+def positional(
+    scores: Sequence[Tensor], *, key_mask: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Positional:
+    """P from one score matrix (*batch, q_a, g_a) per axis; `key_mask` (*batch, n), True = attend.
 
-    `dtype` is that of the values, by default that of the scores; the softmax itself runs in float32 at least.
+    `dtype` is that of the values, by default that of the scores; the softmax runs in at least float32.
 
     >>> rows, columns = torch.zeros(2, 2), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]).clamp(min=-1e9)
     >>> positional([rows, columns]).dense()[0]
@@ -133,15 +135,15 @@ def positional(scores: Sequence[Tensor], *, keep: Tensor | None = None, dtype: t
     all_finite("Positional", **named)
     batch = broadcast_batch("Positional", **{name: s.shape[:-2] for name, s in named.items()})
     grid = [s.shape[-1] for s in scores]
-    if keep is not None:
-        if keep.dtype != torch.bool:
-            raise DtypeError(f"Positional: keep must be boolean with True for what counts, but is {keep.dtype}")
-        if keep.device != scores[0].device:
-            raise DtypeError(f"Positional: keep is on {keep.device}, but the scores are on {scores[0].device}")
-        if keep.dim() == 0:
-            raise ShapeError("Positional: keep must be (*batch, n), but has no axes")
-        same_axis("Positional", "n", keep=keep.shape[-1], grid=math.prod(grid))
-        broadcast_batch("Positional", keep=keep.shape[:-1], scores=batch)
-        keep = keep.unflatten(-1, grid)
+    if key_mask is not None:
+        if key_mask.dtype != torch.bool:
+            raise DtypeError(f"Positional: key_mask must be boolean (True = attend), but is {key_mask.dtype}")
+        if key_mask.device != scores[0].device:
+            raise DtypeError(f"Positional: key_mask is on {key_mask.device}, but the scores are on {scores[0].device}")
+        if key_mask.dim() == 0:
+            raise ShapeError("Positional: key_mask must be (*batch, n), but has no axes")
+        same_axis("Positional", "n", key_mask=key_mask.shape[-1], grid=math.prod(grid))
+        broadcast_batch("Positional", key_mask=key_mask.shape[:-1], scores=batch)
+        key_mask = key_mask.unflatten(-1, grid)
     compute = torch.promote_types(scores[0].dtype, torch.float32)  # a softmax of half-precision scores loses places
-    return Positional(tuple(s.to(compute) for s in scores), keep, dtype or scores[0].dtype)
+    return Positional(tuple(s.to(compute) for s in scores), key_mask, dtype or scores[0].dtype)

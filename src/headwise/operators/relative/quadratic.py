@@ -1,8 +1,8 @@
-"""s(q, k) = -alpha |k - q - centre|^2: heads that look at a place relative to the query, blurred by a width.
+"""s(q, k) = -alpha |k - q - centre|^2: heads that attend around a place relative to the query, with a given width.
 
-The quadratic relative encoding of Cordonnier, Loukas & Jaggi 2020, on grids of any dimension, with one width an axis.
-It is a sum over the axes, so P is a Kronecker product (`positional`).  As the width goes to 0 it becomes a `shift`, and
-a layer with one head for each cell of a kernel becomes a convolution.
+The quadratic relative encoding of Cordonnier, Loukas & Jaggi 2020, on grids of any dimension, with one width per axis.
+The score is a sum over axes, so P is a Kronecker product (`positional`).  As the width goes to 0 it becomes a `shift`,
+and a layer with one head per kernel cell becomes a convolution.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.operators.compose import Product
+from headwise.operators.relative.encodings import cells
 from headwise.operators.relative.positional import Positional, positional
 from headwise.operators.relative.shift import Border, shift
 from headwise.operators.softmax import Softmax, softmax
@@ -30,16 +31,17 @@ def quadratic(
     queries: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
     origin: Sequence[int] | None = None,
-    keep: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> Positional:
-    """P_qk ~ exp(-sum_a (k_a - p_a - centre_a)^2 / (2 width_a^2)), p = stride q + origin: where query q stands.
+    """P_qk ~ exp(-sum_a (k_a - p_a - centre_a)^2 / (2 width_a^2)), p = stride q + origin the cell of query q.
 
     centres     (*batch, D) in cells; heads are a batch axis
-    log_widths  log of the widths, broadcasts to (*batch, D): any real number is a width, so it can be learned freely.
-                The source's sharpness is alpha = 1 / (2 width^2); see `log_width`.
+    log_widths  broadcasts to (*batch, D); the logarithm can be trained without constraint.  `log_width(alpha)` converts
+                the sharpness alpha = 1 / (2 width^2) of the paper.
+    key_mask    (*batch, n), True = attend
 
     >>> P = quadratic((3, 3), torch.tensor([0.0, 1.0]), log_width(alpha=30.0))
-    >>> P.dense()[4].argmax().item()  # the centre cell looks at its right neighbour
+    >>> P.dense()[4].argmax().item()  # the middle cell attends to its right neighbour
     5
     """
     grid, deltas = _deltas("quadratic", grid, queries, stride, origin, centres.device)
@@ -54,7 +56,7 @@ def quadratic(
         -sharp[..., a, None, None] * (delta.to(compute) - at[..., a, None, None]).square()
         for a, delta in enumerate(deltas)
     ]
-    return positional(scores, keep=keep, dtype=centres.dtype)
+    return positional(scores, key_mask=key_mask, dtype=centres.dtype)
 
 
 def tables(
@@ -64,27 +66,26 @@ def tables(
     queries: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
     origin: Sequence[int] | None = None,
-    keep: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> Positional:
-    """P_qk ~ exp(sum_a table_a[k_a - p_a]): a learned number for every distance along every axis.
+    """P_qk ~ exp(sum_a table_a[k_a - p_a]): a learned score for every distance along every axis.
 
     `values[a]` is (*batch, t_a), from the most negative distance to the most positive: t_a = 2 g_a - 1 when queries and
-    keys lie on one grid.
+    keys share one grid.
     """
     grid, deltas = _deltas("tables", grid, queries, stride, origin, values[0].device if values else None)
     same_axis("tables", "dimension", grid=len(grid), values=len(values))
     ends = zip(grid, queries or grid, stride or (1,) * len(grid), origin or (0,) * len(grid), strict=True)
-    at = [(-(s * (q - 1) + o), g - 1 - o) for g, q, s, o in ends]  # the least and the greatest distance
+    ranges = [(-(s * (q - 1) + o), g - 1 - o) for g, q, s, o in ends]
     scores = []
-    for a, (delta, table) in enumerate(zip(deltas, values, strict=True)):
-        least, most = at[a]
+    for a, (delta, table, (least, most)) in enumerate(zip(deltas, values, ranges, strict=True)):
         if table.dim() < 1 or table.shape[-1] != most - least + 1:
             raise ShapeError(
                 f"tables: axis {a} has distances {least} to {most}, so its table needs {most - least + 1} entries, "
                 f"but has shape {tuple(table.shape)}"
             )
         scores.append(table[..., delta - least])
-    return positional(scores, keep=keep)
+    return positional(scores, key_mask=key_mask)
 
 
 def bordered(
@@ -96,21 +97,21 @@ def bordered(
     *,
     queries: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
-    keep: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> Product:
-    """A quadratic head that also sees `padding` cells beyond each side of the grid, filled as a convolution fills them.
+    """A quadratic head on a grid padded like that of a convolution, `padding` (before, after) cells along each axis.
 
-    "zeros": a virtual cell takes weight and gives nothing (a null key), so the rows of P sum to less than one.
-    "replicate", "reflect", "circular": it stands for a real cell.  As the widths go to 0 the head becomes the `shift`
-    of the same border.
+    "zeros": padding cells take weight but have zero values (null keys), so the rows of P sum to less than one.
+    "replicate", "reflect", "circular": their weight goes to the cell they copy.  As the widths go to 0 the head becomes
+    the `shift` of the same border.
     """
     same_axis("bordered", "dimension", grid=len(grid), padding=len(padding))
     extended = [g + before + after for g, (before, after) in zip(grid, padding, strict=True)]
     embed = shift(grid, [-before for before, _ in padding], border=border, queries=extended)
-    if keep is not None:
-        same_axis("bordered", "n", keep=keep.shape[-1], grid=math.prod(grid))
-        source = embed.sources().to(keep.device)
-        keep = keep[..., source.clamp(min=0)] | (source < 0)
+    if key_mask is not None:
+        same_axis("bordered", "n", key_mask=key_mask.shape[-1], grid=math.prod(grid))
+        source = embed.sources().to(key_mask.device)
+        key_mask = key_mask[..., source.clamp(min=0)] | (source < 0)
     head = quadratic(
         extended,
         centres,
@@ -118,15 +119,15 @@ def bordered(
         queries=grid if queries is None else queries,
         stride=stride,
         origin=[before for before, _ in padding],
-        keep=keep,
+        key_mask=key_mask,
     )
     return Product((head, embed))
 
 
-def rotated(grid: Sequence[int], centres: Tensor, precision: Tensor, *, keep: Tensor | None = None) -> Softmax:
+def rotated(grid: Sequence[int], centres: Tensor, precision: Tensor, *, key_mask: Tensor | None = None) -> Softmax:
     """P_qk ~ exp(-(k - q - c)^T L (k - q - c) / 2), L (*batch, D, D) symmetric: an ellipse at any angle.
 
-    A full L does not factor over the axes: this is dense softmax attention, N^2 scores, and a warning says so.
+    A full L does not factor over the axes, so this is dense softmax attention with N^2 scores; a warning says so.
     """
     grid, _ = _deltas("rotated", grid, None, None, None, centres.device)
     same_kind("rotated", centres=centres, precision=precision)
@@ -137,22 +138,17 @@ def rotated(grid: Sequence[int], centres: Tensor, precision: Tensor, *, keep: Te
         )
     n = math.prod(grid)
     warnings.warn(f"a full covariance does not factor over the axes: {n} x {n} scores are computed", stacklevel=2)
-    cells = torch.cartesian_prod(*(torch.arange(g, device=centres.device) for g in grid)).reshape(n, len(grid))
-    away = (cells[None, :] - cells[:, None]).to(centres.dtype) - centres[..., None, None, :]  # (*batch, n, n, D)
+    at = cells(grid).to(centres.device)
+    away = (at[None, :] - at[:, None]).to(centres.dtype) - centres[..., None, None, :]  # (*batch, n, n, D)
     bias = -((away @ precision.unsqueeze(-3)) * away).sum(-1) / 2
-    zero = centres.new_zeros(n, 1)
-    return softmax(zero, zero, bias=bias, key_mask=keep) if bias.dim() == 2 else _batched(zero, bias, keep)
+    q = centres.new_zeros(*bias.shape[:-1], 1)
+    return softmax(q, q, bias=bias, pair_mask=None if key_mask is None else key_mask.unsqueeze(-2))
 
 
 def log_width(alpha: Tensor | float) -> Tensor:
-    """log width = -log(2 alpha) / 2: the width of the source's quadratic encoding of sharpness alpha."""
+    """log width = -log(2 alpha) / 2, for a quadratic encoding of sharpness alpha."""
     alpha = torch.as_tensor(alpha)
     return -(2 * (alpha if alpha.dtype.is_floating_point else alpha.float())).log() / 2
-
-
-def _batched(zero: Tensor, bias: Tensor, keep: Tensor | None) -> Softmax:
-    q = zero.expand(*bias.shape[:-2], *zero.shape)
-    return softmax(q, q, bias=bias, pair_mask=None if keep is None else keep.unsqueeze(-2))
 
 
 def _deltas(
@@ -174,5 +170,5 @@ def _deltas(
             f"{owner}: grid {grid}, queries {queries} and stride {stride} need at least one axis and 1 along each"
         )
     keys = [torch.arange(g, device=device) for g in grid]
-    stand = [torch.arange(q, device=device) * s + o for q, s, o in zip(queries, stride, origin, strict=True)]
-    return grid, [k[None, :] - p[:, None] for k, p in zip(keys, stand, strict=True)]
+    places = [torch.arange(q, device=device) * s + o for q, s, o in zip(queries, stride, origin, strict=True)]
+    return grid, [k[None, :] - p[:, None] for k, p in zip(keys, places, strict=True)]

@@ -1,7 +1,7 @@
-"""(P v)_p = v_(stride p + offset) on a grid of any dimension: attention that looks at exactly one place.
+"""(P v)_p = v_(stride p + offset) on a grid of any dimension: attention to exactly one cell.
 
-The limit of a sharp positional head (Cordonnier, Loukas & Jaggi 2020): a convolution is a sum of shifts, one for each
-cell of its kernel.  Index arithmetic, axis by axis; no multiplication is done.
+The limit of a sharp positional head (Cordonnier, Loukas & Jaggi 2020): a convolution is a sum of shifts, one per
+kernel cell.  Computed by index arithmetic along each axis, without multiplications.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Border = Literal["circular", "zeros", "replicate", "reflect"]
 class Shift(AttentionOperator):
     """P has one 1 in row p, at cell stride p + offset of the key grid; cells are numbered in row-major order.
 
-    Outside the grid, `border` decides as it does in a convolution: "zeros" leaves the row empty, "replicate" takes the
-    nearest cell, "reflect" mirrors about the outermost cell, "circular" comes back on the other side.
+    Outside the grid, `border` applies as in a convolution: "zeros" leaves the row empty, "replicate" takes the nearest
+    cell, "reflect" mirrors about the outermost cell, "circular" wraps around.
 
     >>> shift((3,), (1,), border="zeros").dense()
     tensor([[0., 1., 0.],
@@ -64,7 +64,7 @@ class Shift(AttentionOperator):
         return frozenset(promised)
 
     def sources(self) -> Tensor:
-        """For every query the key it looks at, -1 where it looks at none: (m,) of int64."""
+        """The key of every query, -1 where there is none: (m,) of int64."""
         flat, empty = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
         for axis, g in enumerate(self.grid):
             source = self._source(axis, torch.device("cpu"))
@@ -91,7 +91,7 @@ class Shift(AttentionOperator):
         return x.flatten(axes[0], -2)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """Each key gathers from the queries that look at it."""
+        """Each key sums over the queries that attend to it."""
         axes = self._axes()
         x = u.unflatten(-2, self.queries)
         if self._rolls:
@@ -116,7 +116,7 @@ class Shift(AttentionOperator):
         return tuple(range(-1 - len(self.grid), -1))
 
     def _span(self, axis: int) -> tuple[int, int]:
-        """Queries first..last along an axis look at something; outside "zeros" all do."""
+        """The range of queries along an axis that have a key; all of them unless the border is "zeros"."""
         g, o, s, size = self.grid[axis], self.offset[axis], self.stride[axis], self.queries[axis]
         if self.border != "zeros":
             return 0, size
@@ -125,7 +125,7 @@ class Shift(AttentionOperator):
         return first, max(first, last)
 
     def _source(self, axis: int, device: torch.device) -> Tensor:
-        """Where along this axis each query looks, -1 for nowhere."""
+        """The coordinate of each query's key along this axis, -1 for none."""
         g, o, s, size = self.grid[axis], self.offset[axis], self.stride[axis], self.queries[axis]
         at = torch.arange(size, device=device) * s + o
         if self.border == "circular":
@@ -147,7 +147,7 @@ def shift(
     stride: Sequence[int] | None = None,
     queries: Sequence[int] | None = None,
 ) -> Shift:
-    """Query p looks at key stride p + offset; by default the stride is 1 and the queries lie on the keys' grid."""
+    """Query p attends to key stride p + offset; by default the stride is 1 and `queries` is the grid of the keys."""
     grid, offset = tuple(grid), tuple(offset)
     steps = (1,) * len(grid) if stride is None else tuple(stride)
     out = grid if queries is None else tuple(queries)

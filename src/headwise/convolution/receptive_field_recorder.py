@@ -1,13 +1,13 @@
-"""Where the heads look, epoch by epoch: a callback that records receptive fields, and pictures of the record.
+"""Record the receptive fields of heads during training, and draw the record.
 
-    recorder = FieldRecorder(lambda: tap_fields(model, sample))
+    recorder = ReceptiveFieldRecorder(lambda: model_receptive_fields(model, sample))
     for epoch in range(epochs):
         ...
         recorder(epoch)
     recorder.png("layer", "fields.png"); recorder.gif("layer", "fields.gif")
 
-Any function that returns fields by layer will do, so heads of content (`receptive_fields(layer.operator(x), grid)`) are
-recorded in the same way.
+Any function that returns receptive fields by layer name can be recorded, for example those of content-based heads
+(`receptive_fields(layer.operator(x), grid)`).
 """
 
 from __future__ import annotations
@@ -23,57 +23,61 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import InputError
-from headwise.nn.tap_layers import TapLayer
+from headwise.nn.relative_attention import RelativeAttention
 from headwise.theory.receptive_fields import ReceptiveField, receptive_fields
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Fields = Mapping[str, Sequence[ReceptiveField]]
+FieldsByLayer = Mapping[str, Sequence[ReceptiveField]]
 
 
-def tap_fields(model: nn.Module, sample: Tensor) -> dict[str, list[ReceptiveField]]:
-    """Fields of every layer of taps, by its name, as seen by the middle query when the model runs on `sample`."""
+def model_receptive_fields(model: nn.Module, sample: Tensor) -> dict[str, list[ReceptiveField]]:
+    """Receptive fields of every RelativeAttention layer by its name, at the map sizes that `sample` gives."""
     grids: dict[str, tuple[int, ...]] = {}
 
-    def watch(name: str, layer: TapLayer) -> RemovableHandle:
-        def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            grids[name] = tuple(inputs[0].shape[-len(layer.taps.kernel) :])
+    def record_grid(name: str, layer: RelativeAttention) -> RemovableHandle:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            grids[name] = tuple(inputs[0].shape[-layer.geometry.axes :])
 
-        return layer.register_forward_pre_hook(note)
+        return layer.register_forward_pre_hook(hook)
 
-    hooks = [watch(name, layer) for name, layer in model.named_modules() if isinstance(layer, TapLayer)]
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RelativeAttention)}
+    hooks = [record_grid(name, layer) for name, layer in layers.items()]
     try:
         with torch.no_grad():
             model(sample)
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: layer_fields(model.get_submodule(name), grid) for name, grid in grids.items()}
+    return {name: layer_receptive_fields(layers[name], grid) for name, grid in grids.items()}
 
 
-def layer_fields(layer: nn.Module, grid: tuple[int, ...]) -> list[ReceptiveField]:
-    """Fields of one layer of taps on a map of this size, measured from the cell the output stands for."""
-    if not isinstance(layer, TapLayer):
-        raise InputError(f"layer_fields: {type(layer).__name__} is not a layer of taps; use receptive_fields")
-    taps = layer.taps
+def layer_receptive_fields(layer: nn.Module, grid: tuple[int, ...]) -> list[ReceptiveField]:
+    """Receptive fields of one RelativeAttention layer for the middle query of a map of this size."""
+    if not isinstance(layer, RelativeAttention):
+        raise InputError(
+            f"layer_receptive_fields: {type(layer).__name__} is not a RelativeAttention layer; pass its operator to "
+            "headwise.theory.receptive_fields.receptive_fields"
+        )
+    geometry = layer.geometry
     return receptive_fields(
-        layer.heads(grid),
-        taps.extended(grid),
-        queries=taps.queries(grid),
-        stride=taps.stride,
-        origin=[before for before, _ in taps.padding],
+        layer.operator(grid),
+        geometry.padded_size(grid),
+        queries=geometry.output_size(grid),
+        stride=geometry.stride,
+        origin=[before for before, _ in geometry.padding],
     )
 
 
 @final
 @dataclass
-class FieldRecorder:
-    """Call it with the number of an epoch; `record` then holds that epoch's fields by layer."""
+class ReceptiveFieldRecorder:
+    """`recorder(epoch)` calls `measure` and stores its receptive fields in `record[epoch]`."""
 
-    measure: Callable[[], Fields]
-    record: dict[int, Fields] = field(default_factory=dict)
+    measure: Callable[[], FieldsByLayer]
+    record: dict[int, FieldsByLayer] = field(default_factory=dict)
 
     def __call__(self, epoch: int) -> None:
         self.record[epoch] = dict(self.measure())
@@ -85,25 +89,27 @@ class FieldRecorder:
         }
 
     def png(self, layer: str, path: str | Path, *, panels: int = 6) -> None:
-        """Small multiples: the layer's heads at `panels` epochs from first to last."""
+        """Draw the heads of a layer at `panels` epochs from first to last, side by side."""
         epochs = self._epochs(layer)
         count = min(panels, len(epochs))
         chosen = [epochs[round(i * (len(epochs) - 1) / max(1, count - 1))] for i in range(count)]
         figure = _figure(len(chosen))
         for place, epoch in enumerate(chosen, start=1):
             axes = figure.add_subplot(1, len(chosen), place)
-            draw_fields(axes, self.record[epoch][layer], reach=self._reach(layer), title=f"epoch {epoch}")
+            draw_receptive_fields(axes, self.record[epoch][layer], reach=self._reach(layer), title=f"epoch {epoch}")
         figure.savefig(path, dpi=100)
 
     def gif(self, layer: str, path: str | Path, *, milliseconds: int = 250) -> None:
-        """One frame an epoch, the last one held."""
+        """Animate the heads of a layer: one frame per epoch, the last one shown longer."""
         from PIL import Image
 
         frames = []
         for epoch in self._epochs(layer):
             figure = _figure(1)
             axes = figure.add_subplot(1, 1, 1)
-            draw_fields(axes, self.record[epoch][layer], reach=self._reach(layer), title=f"{layer}, epoch {epoch}")
+            draw_receptive_fields(
+                axes, self.record[epoch][layer], reach=self._reach(layer), title=f"{layer}, epoch {epoch}"
+            )
             frames.append(_pixels(figure))
         held = [milliseconds] * (len(frames) - 1) + [6 * milliseconds]
         images = [Image.fromarray(frame).quantize(32) for frame in frames]
@@ -113,11 +119,13 @@ class FieldRecorder:
         epochs = sorted(epoch for epoch, layers in self.record.items() if layer in layers)
         if not epochs:
             known = sorted({name for layers in self.record.values() for name in layers})
-            raise InputError(f"FieldRecorder: nothing is recorded of layer {layer!r}; known are {known}")
+            raise InputError(
+                f"ReceptiveFieldRecorder: no receptive fields of layer {layer!r} are recorded, only of {known}"
+            )
         return epochs
 
     def _reach(self, layer: str) -> float:
-        """Half the side of the picture: the same for all epochs, so that movement is movement."""
+        """Half the side of the picture, the same for all epochs."""
         furthest = [2.0]
         for layers in self.record.values():
             for f in layers.get(layer, ()):
@@ -126,10 +134,10 @@ class FieldRecorder:
         return min(max(furthest) * 1.1, 64.0)
 
 
-def draw_fields(axes: Axes, fields: Sequence[ReceptiveField], *, reach: float, title: str = "") -> None:
-    """Heads of a plane: a dot at the centre, a filled 50 % and an open 90 % ellipse; the query is the cross.
+def draw_receptive_fields(axes: Axes, fields: Sequence[ReceptiveField], *, reach: float, title: str = "") -> None:
+    """Draw a dot at each centre, a filled 50 % and a dotted 90 % ellipse; the cross is the query.
 
-    A line is drawn as a plane whose second axis is empty; of more axes the first two are shown.
+    The first two axes are shown; a single axis is drawn as a line.
     """
     from matplotlib import colormaps
     from matplotlib.patches import Ellipse as Patch

@@ -1,4 +1,4 @@
-"""Layers whose heads are taps: sum_h P_h X W_h, term by term, in every mode; values, gradients, costs, errors."""
+"""RelativeAttention layers against sum_h P_h X W_h + b written out: values, gradients, costs, errors."""
 
 from __future__ import annotations
 
@@ -9,41 +9,46 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DtypeError, InputError, ShapeError
-from headwise.nn.tap_layers import GridQuadraticAttention, QuadraticAttention, ShiftAttention, TapLayer
-from headwise.nn.taps import Taps
+from headwise.nn.relative_attention import (
+    ConvolutionGeometry,
+    QuadraticAttention,
+    RelativeAttention,
+    SeparableQuadraticAttention,
+    ShiftAttention,
+)
 from headwise.operators.relative.quadratic import log_width
 from headwise.testing.contract import normal
 from headwise.testing.counting import count_multiply_adds
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
-    "line": {"channels": 4, "kernel": (3,), "stride": (2,), "dilation": (2,), "padding": ((2, 1),)},
+    "line": {"in_channels": 4, "kernel_size": (3,), "stride": (2,), "dilation": (2,), "padding": ((2, 1),)},
     "plane": {
-        "channels": 4,
-        "kernel": (3, 2),
+        "in_channels": 4,
+        "kernel_size": (3, 2),
         "stride": (1, 2),
         "dilation": (1, 2),
         "padding": ((1, 0), (2, 2)),
         "border": "reflect",
     },
     "grouped": {
-        "channels": 4,
-        "kernel": (2, 3),
+        "in_channels": 4,
+        "kernel_size": (2, 3),
         "stride": (1, 1),
         "dilation": (1, 1),
         "padding": ((0, 1), (1, 1)),
         "groups": 2,
     },
     "depthwise": {
-        "channels": 4,
-        "kernel": (3, 3),
+        "in_channels": 4,
+        "kernel_size": (3, 3),
         "stride": (1, 1),
         "dilation": (1, 1),
         "padding": ((1, 1), (1, 1)),
         "groups": 4,
     },
     "space": {
-        "channels": 2,
-        "kernel": (2, 1, 3),
+        "in_channels": 2,
+        "kernel_size": (2, 1, 3),
         "stride": (1, 2, 1),
         "dilation": (2, 1, 1),
         "padding": ((1, 1), (0, 0), (1, 1)),
@@ -52,40 +57,42 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 GRIDS = {"line": (7,), "plane": (4, 5), "grouped": (4, 3), "depthwise": (4, 4), "space": (4, 3, 4)}
 
 
-def layer(kind: str, name: str, *, alpha: float = 1.3) -> TapLayer:
-    taps = Taps(**GEOMETRIES[name])
-    weight, bias = normal(taps.heads, 4, taps.channels // taps.groups, seed=1), normal(4, seed=2)
+def layer(kind: str, name: str, *, alpha: float = 1.3) -> RelativeAttention:
+    geometry = ConvolutionGeometry(**GEOMETRIES[name])
+    weight = normal(4, geometry.in_channels // geometry.groups, *geometry.kernel_size, seed=1)
+    bias = normal(4, seed=2)
     if kind == "shift":
-        return ShiftAttention(taps, weight, bias)
-    if kind == "grid":
-        return GridQuadraticAttention(taps, weight, bias, alpha=alpha)
-    centres, widths = 2 * normal(taps.heads, len(taps.kernel), seed=3), normal(taps.heads, len(taps.kernel), seed=4)
-    return QuadraticAttention(taps, weight, bias, centres=centres, log_widths=widths)
+        return ShiftAttention(geometry, weight, bias)
+    if kind == "separable":
+        return SeparableQuadraticAttention(geometry, weight, bias, alpha=alpha)
+    centres, widths = 2 * normal(geometry.heads, geometry.axes, seed=3), normal(geometry.heads, geometry.axes, seed=4)
+    return QuadraticAttention(geometry, weight, bias, centres=centres, log_widths=widths)
 
 
-def by_definition(module: TapLayer, x: Tensor) -> Tensor:
-    """sum over heads and groups of (P_h X) W_h + b, P_h written out."""
-    taps, grid = module.taps, tuple(x.shape[2:])
-    p = module.heads(grid).dense(torch.empty(0, dtype=torch.float64))
-    wide = taps.extend("test", x, module.weight).flatten(2)  # (b, channels, n)
-    inner, outer = taps.channels // taps.groups, module.outputs // taps.groups
-    out = torch.zeros(x.shape[0], module.outputs, p.shape[-2], dtype=torch.float64)
-    for h in range(taps.heads):
-        seen = wide @ p[h].mT
+def by_definition(module: RelativeAttention, x: Tensor) -> Tensor:
+    """sum over heads and groups of (P_h X) W_h + b, with dense P_h."""
+    g, grid = module.geometry, tuple(x.shape[2:])
+    p = module.operator(grid).dense(torch.empty(0, dtype=torch.float64))
+    padded = g.pad(x).flatten(2)  # (b, channels, n)
+    weight = module.weight.flatten(2)  # (out, in/groups, h)
+    inner, outer = g.in_channels // g.groups, module.out_channels // g.groups
+    out = torch.zeros(x.shape[0], module.out_channels, p.shape[-2], dtype=torch.float64)
+    for h in range(g.heads):
+        attended = padded @ p[h].mT
         parts = [
-            module.weight[h, g * outer : (g + 1) * outer] @ seen[:, g * inner : (g + 1) * inner]
-            for g in range(taps.groups)
+            weight[i * outer : (i + 1) * outer, :, h] @ attended[:, i * inner : (i + 1) * inner]
+            for i in range(g.groups)
         ]
         out = out + torch.cat(parts, dim=1)
     assert module.bias is not None
-    return (out + module.bias[:, None]).unflatten(-1, taps.queries(grid))
+    return (out + module.bias[:, None]).unflatten(-1, g.output_size(grid))
 
 
-@pytest.mark.parametrize("kind", ["shift", "grid", "free"])
+@pytest.mark.parametrize("kind", ["shift", "separable", "free"])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_it_is_the_sum_over_heads(kind: str, name: str) -> None:
     module = layer(kind, name)
-    x = normal(2, module.taps.channels, *GRIDS[name], seed=0).requires_grad_()
+    x = normal(2, module.geometry.in_channels, *GRIDS[name], seed=0).requires_grad_()
     found, expected = module(x), by_definition(module, x)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     pull = normal(*found.shape, seed=5)
@@ -94,29 +101,37 @@ def test_it_is_the_sum_over_heads(kind: str, name: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["shift", "grid", "free"])
+@pytest.mark.parametrize("kind", ["shift", "separable", "free"])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_the_cost_is_what_is_counted(kind: str, name: str) -> None:
     module, grid = layer(kind, name), GRIDS[name]
-    x = normal(1, module.taps.channels, *grid, seed=0)
+    x = normal(1, module.geometry.in_channels, *grid, seed=0)
     assert count_multiply_adds(lambda: module(x)).products == module.cost(grid).multiply_adds
 
 
-@pytest.mark.parametrize("kind", ["shift", "grid", "free"])
+@pytest.mark.parametrize("kind", ["shift", "separable", "free"])
 def test_a_map_without_a_batch_axis(kind: str) -> None:
     module = layer(kind, "plane")
     x = normal(4, 4, 5, seed=0)
     torch.testing.assert_close(module(x), module(x.unsqueeze(0)).squeeze(0))
 
 
-def test_many_taps_of_many_channels_are_stacked_in_parts() -> None:
-    taps = Taps(channels=200, kernel=(5,), stride=(1,), dilation=(1,), padding=((2, 2),))
-    weight, x = normal(5, 3, 200, seed=0), normal(2, 200, 9, seed=1)
-    expected = torch.nn.functional.conv1d(x, weight.permute(1, 2, 0), padding=2)
-    torch.testing.assert_close(ShiftAttention(taps, weight, None)(x), expected, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("kind", ["shift", "separable", "free"])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_applying_the_operators_gives_the_same(kind: str, name: str) -> None:
+    module = layer(kind, name)
+    x = normal(2, module.geometry.in_channels, *GRIDS[name], seed=0)
+    torch.testing.assert_close(module.sum_over_heads(x), module(x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["shift", "grid", "free"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap loops over operations without a batch rule
+@pytest.mark.parametrize("kind", ["shift", "separable", "free"])
+def test_it_can_be_vmapped(kind: str) -> None:
+    module, x = layer(kind, "grouped").requires_grad_(False), normal(3, 2, 4, 4, 3, seed=0)
+    torch.testing.assert_close(torch.func.vmap(module)(x), torch.stack([module(part) for part in x]))
+
+
+@pytest.mark.parametrize("kind", ["shift", "separable", "free"])
 def test_it_exports_saves_moves_and_trains(kind: str, tmp_path) -> None:
     module, x = layer(kind, "plane").float(), normal(2, 4, 4, 5, seed=0, dtype=torch.float32)
     batch = torch.export.Dim("batch")
@@ -140,7 +155,7 @@ def test_it_exports_saves_moves_and_trains(kind: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["shift", "grid", "free"])
+@pytest.mark.parametrize("kind", ["shift", "separable", "free"])
 def test_every_dtype(kind: str, dtype: torch.dtype) -> None:
     module = layer(kind, "plane")
     x = normal(2, 4, 4, 5, seed=0)
@@ -153,17 +168,19 @@ def test_every_dtype(kind: str, dtype: torch.dtype) -> None:
 
 def test_sharp_heads_on_a_grid_become_shifts() -> None:
     x = normal(2, 4, 4, 5, seed=0)
-    torch.testing.assert_close(layer("grid", "plane", alpha=60.0)(x), layer("shift", "plane")(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        layer("separable", "plane", alpha=60.0)(x), layer("shift", "plane")(x), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
     "x, error, message",
     [
         (torch.zeros(4), ShapeError, r"x must be \(batch, 4, 2 grid axes\) or the same without batch, but has shape"),
-        (torch.zeros(1, 4, 3), ShapeError, r"axis 'channels' must agree, but x has 1, the heads read 4"),
-        (torch.zeros(1, 3, 4, 5), ShapeError, r"axis 'channels' must agree, but x has 3, the heads read 4"),
-        (torch.zeros(1, 4, 0, 5), ShapeError, r"x has a map of size \(0, 5\)"),
-        (torch.zeros(1, 4, 1, 5), ShapeError, r"do not fit into a map of \(1, 5\) padded to \(2, 9\)"),
+        (torch.zeros(1, 4, 3), ShapeError, r"axis 'channels' must agree, but x has 1, the layer 4"),
+        (torch.zeros(1, 3, 4, 5), ShapeError, r"axis 'channels' must agree, but x has 3, the layer 4"),
+        (torch.zeros(1, 4, 0, 5), ShapeError, r"x has an empty grid of size \(0, 5\)"),
+        (torch.zeros(1, 4, 1, 5), ShapeError, r"does not fit into a map of \(1, 5\) padded to \(2, 9\)"),
         (
             torch.zeros(1, 4, 4, 2),
             ShapeError,
@@ -172,27 +189,27 @@ def test_sharp_heads_on_a_grid_become_shifts() -> None:
         (torch.zeros(1, 4, 4, 5).double(), DtypeError, r"x is torch.float64, the weights are torch.float32"),
     ],
 )
-def test_bad_maps_get_a_sentence(x: Tensor, error: type[Exception], message: str) -> None:
+def test_bad_maps_are_rejected(x: Tensor, error: type[Exception], message: str) -> None:
     module = layer("shift", "plane").float()
     with pytest.raises(error, match=message):
         module(x)
 
 
-def test_bad_geometry_gets_a_sentence() -> None:
+def test_bad_geometry_is_rejected() -> None:
     good = GEOMETRIES["plane"]
     for change, message in (
-        ({"kernel": (3,)}, "one entry an axis"),
-        ({"kernel": (3, 0)}, "sizes must be at least 1"),
+        ({"kernel_size": (3,)}, "one entry per axis"),
+        ({"kernel_size": (3, 0)}, "sizes must be at least 1"),
         ({"groups": 3}, "4 channels do not divide into 3 groups"),
         ({"padding": ((-1, 0), (0, 0))}, "must not be negative"),
         ({"border": "mirror"}, "border must be one of"),
     ):
         with pytest.raises(InputError, match=message):
-            Taps(**{**good, **change})
-    taps = Taps(**good)
-    with pytest.raises(ShapeError, match=r"weight must be \(heads 6, out, in per group 4\)"):
-        ShiftAttention(taps, torch.zeros(5, 4, 4), None)
+            ConvolutionGeometry(**{**good, **change})
+    geometry, weight = ConvolutionGeometry(**good), torch.zeros(4, 4, 3, 2)
+    with pytest.raises(ShapeError, match=r"weight must be \(out, in per group 4, kernel \(3, 2\)\)"):
+        ShiftAttention(geometry, torch.zeros(4, 4, 3, 3), None)
     with pytest.raises(ShapeError, match=r"axis 'out' must agree, but weight has 4, bias has shape \(3,\)"):
-        ShiftAttention(taps, torch.zeros(6, 4, 4), torch.zeros(3))
+        ShiftAttention(geometry, weight, torch.zeros(3))
     with pytest.raises(ShapeError, match=r"centres must be \(heads 6, axes 2\)"):
-        QuadraticAttention(taps, torch.zeros(6, 4, 4), None, centres=torch.zeros(6, 1), log_widths=log_width(1.0))
+        QuadraticAttention(geometry, weight, None, centres=torch.zeros(6, 1), log_widths=log_width(1.0))

@@ -1,12 +1,13 @@
-"""Other ways to widen a head, each with the signature of a `Solution`, kept to be compared with.
+"""Other ways to widen a head, each a `Solution`, to compare the library's own with.
 
-    source_recipe   the plain recipe of the source: SVD of Z = X^+ B X^+T, truncated in the coordinates of the weights
+    plain_svd       Burgund, "Attention growing networks": SVD of Z = X^+ B X^+T, truncated in the coordinates of the
+                    weights
     random_both     W_q and W_k drawn like the present columns: the function changes at once
     random_queries  W_q drawn, W_k zero: the function is preserved, the gradient is not zero
     gradmax         W_k zero, W_q the leading left singular vectors of M: the largest gradient of the new keys
                     (Evci et al. 2022, for this layer)
 
-All but the first ignore the step.  Nothing here is whitened: that is what they are compared for.
+All but the first ignore the step.  None uses the metric of the data.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.growth.gram_roots import root
-from headwise.growth.solve import Factors, Path, Problem, room, score_change
+from headwise.growth import Factors, Problem, WeightPath
+from headwise.growth.metric import root
+from headwise.growth.solve import fixed_path, score_change
 
 
 def plain_truncation(z: Tensor, rank: int) -> Factors:
@@ -28,40 +30,40 @@ def plain_truncation(z: Tensor, rank: int) -> Factors:
 
 
 def recipe_for_one(x: Tensor, b: Tensor, rank: int) -> Factors:
-    """Z = X^+ B (X^+)^T for one sequence X (n, d) and target B (n, n), then plain truncation, as printed."""
+    """Z = X^+ B (X^+)^T for one sequence X (n, d) and target B (n, n), then plain truncation."""
     inverse = torch.linalg.pinv(x.double())
     return plain_truncation((inverse @ b.double() @ inverse.mT).unsqueeze(0), rank)
 
 
-def source_recipe(problem: Problem, p: int) -> Path:
-    """Z_0 + eta G_q^+ M G_k^+, plain truncation; with the minus the source lacks, and mean Gram matrices for many."""
-    room(problem, p)
+def plain_svd(problem: Problem, p: int) -> WeightPath:
+    """Z_0 + eta G_q^+ M G_k^+, plain truncation; with the sign corrected, and mean Gram matrices for many sequences."""
+    problem.check_room(p)
     if len(problem.present.wq) > 1:
-        raise ShapeError("source_recipe: the source knows one head a key; use closed_form for grouped queries")
+        raise ShapeError(f"plain_svd: is for one head, but {len(problem.present.wq)} share keys; use closed_form")
     q, k = root(problem.gram_q), root(problem.gram_k)
     z0 = problem.present.product().double()
-    delta = q.inverse @ q.inverse @ problem.moment @ k.inverse @ k.inverse
+    delta = q.inverse @ q.inverse @ problem.descent @ k.inverse @ k.inverse
     rank = problem.present.width + p
     whole = Factors(z0 + delta, torch.eye(z0.shape[-1], dtype=z0.dtype, device=z0.device))
 
     def at(eta: float) -> Factors:
         return plain_truncation(z0 + eta * delta, rank)
 
-    return Path(at, at, score_change(problem, whole))
+    return WeightPath(at, at, score_change(problem, whole))
 
 
-def random_both(problem: Problem, p: int) -> Path:
+def random_both(problem: Problem, p: int) -> WeightPath:
     return _fixed(problem, p, _like(problem.present.wq, p), _like(problem.present.wk, p))
 
 
-def random_queries(problem: Problem, p: int) -> Path:
+def random_queries(problem: Problem, p: int) -> WeightPath:
     wk = problem.present.wk
     return _fixed(problem, p, _like(problem.present.wq, p), wk.new_zeros(len(wk), p))
 
 
-def gradmax(problem: Problem, p: int) -> Path:
-    g, dq, dk = problem.moment.shape
-    u = torch.linalg.svd(problem.moment.reshape(g * dq, dk), full_matrices=False)[0][:, :p].reshape(g, dq, p)
+def gradmax(problem: Problem, p: int) -> WeightPath:
+    g, dq, dk = problem.descent.shape
+    u = torch.linalg.svd(problem.descent.reshape(g * dq, dk), full_matrices=False)[0][:, :p].reshape(g, dq, p)
     wq, wk = problem.present.wq, problem.present.wk
     length = wq.double().square().sum((0, 1)).mean().sqrt()
     return _fixed(problem, p, u * length, wk.new_zeros(len(wk), p))
@@ -71,8 +73,6 @@ def _like(w: Tensor, p: int) -> Tensor:
     return torch.randn(*w.shape[:-1], p, dtype=torch.float64).to(w.device) * w.double().std()
 
 
-def _fixed(problem: Problem, p: int, wq: Tensor, wk: Tensor) -> Path:
-    room(problem, p)
-    present = Factors(problem.present.wq.double(), problem.present.wk.double())
-    grown = present.beside(Factors(wq.double(), wk.double()))
-    return Path(lambda eta: grown, lambda eta: grown, 0.0)
+def _fixed(problem: Problem, p: int, wq: Tensor, wk: Tensor) -> WeightPath:
+    problem.check_room(p)
+    return fixed_path(problem.present.double().beside(Factors(wq, wk).double()))

@@ -1,8 +1,8 @@
-"""A user's existing model, its attention replaced by MultiHead layers of the same function, which can be grown.
+"""Replace the attention of an existing model by `MultiHead` layers that compute the same function, and can be grown.
 
-Known: nn.MultiheadAttention, and the self-attention modules of transformers' BERT (and the families copied from it)
-and GPT-2.  They are recognised by their parts, so transformers itself is not imported.  Adopt before the optimizer is
-made: parameters are new objects.
+Supported are nn.MultiheadAttention, and the self-attention modules of transformers' BERT (and the families copied from
+it) and GPT-2.  They are recognised by their parts, so transformers itself is not imported.  Adopt before the optimizer
+is made: parameters are new objects.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from headwise.nn.multihead import MultiHead
 
 
 def adopt(model: nn.Module) -> list[str]:
-    """Replace every attention module that is known, in place; the names of those replaced.
+    """Replace every supported attention module in place; returns the names of those replaced.
 
     >>> encoder = nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
     >>> adopt(encoder)
     ['self_attn']
     """
-    done = []
+    replaced = []
     for name, module in list(model.named_modules()):
         new = _adopted(module)
         if new is not None:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, new)
-            done.append(name)
-    if not done:
+            replaced.append(name)
+    if not replaced:
         raise UnsupportedError(
             f"adopt: {type(model).__name__} has no nn.MultiheadAttention and no attention like BERT's or GPT-2's; "
             "build it from headwise.nn.MultiHead instead"
@@ -41,38 +41,38 @@ def adopt(model: nn.Module) -> list[str]:
         config = getattr(model, part, None)
         if config is not None and getattr(config, "use_cache", False):
             config.use_cache = False  # a cache holds keys of one width
-    return done
+    return replaced
 
 
 def _adopted(module: nn.Module) -> nn.Module | None:
     if isinstance(module, nn.MultiheadAttention):
         return DropIn(MultiHead.from_torch(module), batch_first=module.batch_first)
-    own = getattr(module, "self", None)
-    if isinstance(own, nn.Module) and type(own).__name__.endswith("SelfAttention") and hasattr(module, "output"):
-        parts = (getattr(own, part, None) for part in ("query", "key", "value"))
+    inner = getattr(module, "self", None)
+    if isinstance(inner, nn.Module) and type(inner).__name__.endswith("SelfAttention") and hasattr(module, "output"):
+        parts = (getattr(inner, part, None) for part in ("query", "key", "value"))
         dense = getattr(module.output, "dense", None)
         if all(isinstance(part, nn.Linear) for part in (*parts, dense)):
-            return BertLike(module)
+            return AdoptedBertAttention(module)
     if all(hasattr(module, part) for part in ("c_attn", "c_proj", "split_size")) and not hasattr(module, "q_attn"):
-        return Gpt2Like(module)
+        return AdoptedGpt2Attention(module)
     return None
 
 
 @final
-class BertLike(nn.Module):
-    """Stands where a BertAttention stood: attention, then W_o, dropout, skip and norm as before."""
+class AdoptedBertAttention(nn.Module):
+    """Takes the place of a BertAttention: attention, W_o, dropout, residual connection and norm."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        own, output = cast(Any, module).self, cast(Any, module).output
-        _no_dropout(own, own.dropout.p)
+        inner, output = cast(Any, module).self, cast(Any, module).output
+        _check_dropout(inner, inner.dropout.p)
         self.attend = _multihead(
-            own.num_attention_heads,
-            own.scaling,
-            [(linear.weight, linear.bias) for linear in (own.query, own.key, own.value, output.dense)],
+            inner.num_attention_heads,
+            inner.scaling,
+            [(linear.weight, linear.bias) for linear in (inner.query, inner.key, inner.value, output.dense)],
         ).train(module.training)
         self.dropout, self.norm = output.dropout, output.LayerNorm
-        self.causal = bool(getattr(own, "is_causal", False))
+        self.causal = bool(getattr(inner, "is_causal", False))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
@@ -83,13 +83,13 @@ class BertLike(nn.Module):
 
 
 @final
-class Gpt2Like(nn.Module):
-    """Stands where a GPT2Attention stood."""
+class AdoptedGpt2Attention(nn.Module):
+    """Takes the place of a GPT2Attention."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         m = cast(Any, module)
-        _no_dropout(m, m.attn_dropout.p)
+        _check_dropout(m, m.attn_dropout.p)
         weights = [*m.c_attn.weight.mT.chunk(3), m.c_proj.weight.mT]
         biases = [*m.c_attn.bias.chunk(3), m.c_proj.bias]
         self.attend = _multihead(m.num_heads, m.scaling, list(zip(weights, biases, strict=True))).train(m.training)
@@ -133,7 +133,7 @@ def _multihead(heads: int, scaling: float, parts: list[tuple[Tensor, Tensor | No
 
 
 def _masks(mask: Tensor | None, causal: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """transformers' mask (None, boolean True = look, or additive; (b, 1 or h, m, n)) as MultiHead's keywords."""
+    """A transformers mask (None, or (b, 1 or h, m, n): boolean, True = attend, or additive) as MultiHead's keywords."""
     for name in ("past_key_values", "encoder_hidden_states", "position_bias"):
         if kwargs.get(name) is not None:
             hint = "; call the model with use_cache=False" if name == "past_key_values" else ""
@@ -154,9 +154,9 @@ def _weights(layer: MultiHead, x: Tensor, masks: dict[str, Any], kwargs: dict[st
     return layer.operator(x, **masks).dense() if kwargs.get("output_attentions") else None
 
 
-def _no_dropout(module: nn.Module, p: float) -> None:
+def _check_dropout(module: nn.Module, p: float) -> None:
     if p > 0 and module.training:
         raise UnsupportedError(
-            f"adopt: dropout {p} on the attention weights makes another P every call; call .eval() before adopting "
+            f"adopt: dropout {p} on the attention weights makes P random; call .eval() before adopting "
             "(and .train() after), or set it to 0 in the model's configuration"
         )

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from headwise.errors import UnsupportedError
-from headwise.growth import Grower, adopt
+from headwise.growth import Grower
+from headwise.models import adopt
 from headwise.nn import MultiHead
 
 transformers = pytest.importorskip("transformers")

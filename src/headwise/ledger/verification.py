@@ -1,0 +1,108 @@
+"""`verify`: run the checks of published claims and compare their outcomes with the recorded ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from headwise.errors import InputError
+from headwise.ledger import (
+    attention_as_convolution,
+    growing_networks,
+    linear_attention,
+    mathematical_view,
+    rank_collapse,
+)
+from headwise.ledger.entry import ClaimResult, LedgerEntry, check_claim
+
+SOURCES = (
+    rank_collapse.SOURCE,
+    growing_networks.SOURCE,
+    linear_attention.SOURCE,
+    mathematical_view.SOURCE,
+    attention_as_convolution.SOURCE,
+)
+CLAIMS: tuple[LedgerEntry, ...] = tuple(entry for source in SOURCES for entry in source.entries)
+"""Every claim, in the order of the sources."""
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Ledger:
+    """The results of checked claims; `print(ledger)` lists them."""
+
+    results: tuple[ClaimResult, ...]
+
+    @property
+    def different(self) -> tuple[str, ...]:
+        """Ids of the claims whose outcome is not the recorded one."""
+        return tuple(result.entry.id for result in self.results if not result.as_recorded)
+
+    @property
+    def summary(self) -> str:
+        """The number of claims with each outcome, such as '7 HOLDS, 2 CORRECTED'."""
+        counts = Counter(result.finding.outcome.value for result in self.results)
+        return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict for `outputs.json_text`."""
+        return {
+            "schema": 1,
+            "sources": {source.id: f"{source.authors}, {source.title}" for source in SOURCES},
+            "claims": [result.to_json() for result in self.results],
+            "different": list(self.different),
+        }
+
+    def __str__(self) -> str:
+        width = max((len(result.entry.id) for result in self.results), default=0)
+        lines = [
+            f"{result.entry.id:<{width}}  {result.finding.outcome.value:<18}  {result.entry.statement}"
+            for result in self.results
+        ]
+        different = f"; different from the record: {', '.join(self.different)}" if self.different else ""
+        return "\n".join([*lines, self.summary + different])
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self.results)} claims: {self.summary}; {len(self.different)} different from the record)"
+
+
+def verify(
+    *,
+    source: str | None = None,
+    claim: str | None = None,
+    timing: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Ledger:
+    """Check published claims about attention by computation.
+
+    source    only the claims of one text, S0 ... S4 (`headwise.ledger.SOURCES`)
+    claim     only one claim, by its id
+    timing    also measure times, on which no verdict depends
+    progress  called with the number of claims done
+
+    >>> verify(claim="S1.bias")
+    Ledger(1 claims: 1 HOLDS; 0 different from the record)
+    """
+    results = []
+    for entry in select(source=source, claim=claim):
+        results.append(check_claim(entry, timing=timing))
+        if progress is not None:
+            progress(len(results))
+    return Ledger(tuple(results))
+
+
+def select(*, source: str | None = None, claim: str | None = None) -> list[LedgerEntry]:
+    """All claims, those of one source, or one claim by its id."""
+    if claim is not None:
+        entries = [entry for entry in CLAIMS if entry.id == claim]
+        if not entries:
+            near = [entry.id for entry in CLAIMS if entry.source == claim.split(".")[0]] or ["S0 … S4"]
+            raise InputError(f"there is no claim {claim!r}; the claims of that source are {', '.join(near)}")
+        return entries
+    entries = [entry for entry in CLAIMS if source in (None, entry.source)]
+    if not entries:
+        names = ", ".join(f"{each.id} ({each.authors})" for each in SOURCES)
+        raise InputError(f"there is no source {source!r}; the sources are {names}")
+    return entries
