@@ -241,7 +241,6 @@ register_kind(
         _initial_near_far,
         _start_near_far,
         {"a": 0.1, "b": 0.1, "c": 0.1},
-        warm_start="block",
         candidates=_near_far_candidates,
         causal=True,
         from_first_key=True,
@@ -369,7 +368,6 @@ register_kind(
         candidates=lambda length, quick: [{"rank": rank} for rank in _ranks(length, quick)],
         cross_attention=True,
         from_first_key=True,
-        per_position=True,
     ),
 )
 
@@ -384,7 +382,6 @@ register_kind(
         candidates=lambda length, quick: [{"rank": rank, "sharpness": 4.0} for rank in _up_to_half(length, (64,))],
         cross_attention=True,
         from_first_key=True,
-        per_position=True,
     ),
 )
 
@@ -396,13 +393,11 @@ register_kind(
         {"width": KindOption(33, 1), "rank": KindOption(16, 1), "leading": LEADING_OPTION},
         _initial_window_low_rank,
         step_sizes={**PROJECTION_STEPS, "bias": 0.1},
-        warm_start="width",
         candidates=lambda length, quick: [
             {"width": width, "rank": rank, "leading": LEADING}
             for width, rank in (((17, 8),) if quick else ((17, 8), (33, 16)))
             if 2 * max(width, rank) <= length
         ],
         from_first_key=True,
-        per_position=True,
     ),
 )

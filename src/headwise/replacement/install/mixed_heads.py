@@ -30,6 +30,10 @@ class HeadGroup(nn.Module):
             self.register_parameter(name, nn.Parameter(x.expand(len(self.heads), *x.shape).clone()))
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters(recurse=False))}
+
+    @property
     def span(self) -> slice | None:
         """The heads as a slice, if they are at equal distances."""
         first, step = self.heads[0], self.heads[1] - self.heads[0] if len(self.heads) > 1 else 1
@@ -64,7 +68,7 @@ class HeadGroup(nn.Module):
         """P v: (b, heads of the group, m, d); k and v may have fewer heads, each shared by consecutive heads of q."""
         if self.choice.kind == "softmax":
             return softmax_attention(inputs, v)
-        q, tensors = inputs.q, dict(self.named_parameters(recurse=False))
+        q, tensors = inputs.q, self.tensors
         P = self.choice.operator(inputs, tensors)
         if not self.choice.definition.reads_scores and not tensors:  # one P for every head: v need not be repeated
             return _repeat(P(v), q).expand(-1, q.shape[1], -1, -1)
@@ -164,7 +168,7 @@ class MixedHeads(nn.Module):
         """The learned tensors of one head, as views."""
         group = next(group for group in self._groups() if head in group.heads)
         place = group.heads.index(head)
-        return {name: x.data[place] for name, x in group.named_parameters(recurse=False)}
+        return {name: x.data[place] for name, x in group.tensors.items()}
 
     def load_head(self, head: int, tensors: Mapping[str, Tensor]) -> None:
         """Set the learned tensors of one head; names and shapes as in `Choice.initial`."""
