@@ -187,7 +187,7 @@ class Watch:
             heads.split(t).reshape(len(x), len(heads.sizes), t.shape[-2], -1) for t in (p.values, p.outputs, p.gradient)
         )
         return ObservedPass(
-            p.operator.scores, _mask(p.operator.scores), x, context.expand(len(x), -1, -1), values, outputs, gradient
+            p.operator.scores, p.operator.scores.mask, x, context.expand(len(x), -1, -1), values, outputs, gradient
         )
 
     def close(self) -> None:
@@ -210,10 +210,6 @@ def _flat(operator: Softmax) -> Softmax:
             return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
         return x.reshape(*(1,) * (4 - x.dim()), *x.shape)
 
-    keep, bias = (None if x is None else four(x) for x in (s.keep, s.bias))
-    return Softmax(Scores(four(s.q), four(s.k), s.scale, s.ahead, keep, bias))
-
-
-def _mask(s: Scores) -> Mask:
-    m, n = s.shape[-2:]
-    return Mask(m, n, s.ahead is not None, pair_mask=s.keep, attn_bias=s.bias)
+    pairs, bias = (None if x is None else four(x) for x in (s.mask.visible, s.mask.attn_bias))
+    mask = Mask(s.mask.m, s.mask.n, s.mask.causal, pair_mask=pairs, attn_bias=bias)
+    return Softmax(Scores(four(s.q), four(s.k), s.scale, mask))

@@ -147,7 +147,7 @@ def _masks(mask: Tensor | None, causal: bool, args: tuple[Any, ...], kwargs: dic
             f"adopt: the attention mask has shape {tuple(mask.shape)}, but (b, 1, m, n) is needed; load the model with "
             'attn_implementation="sdpa"'
         )
-    return {"pair_mask": mask} if mask.dtype == torch.bool else {"bias": mask}
+    return {"pair_mask": mask} if mask.dtype == torch.bool else {"attn_bias": mask}
 
 
 def _weights(layer: MultiHead, x: Tensor, masks: dict[str, Any], kwargs: dict[str, Any]) -> Tensor | None:

@@ -76,13 +76,9 @@ class HeadInputs:
         return self.k.shape[-2]
 
     @property
-    def causal(self) -> bool:
-        return self.mask.causal
-
-    @property
-    def key_mask(self) -> Tensor | None:
-        """(b, 1, n), True = attend; the same for all heads."""
-        return self.mask.key_mask
+    def masks(self) -> dict[str, Any]:
+        """`causal` and `key_mask` (b, 1, n), as keyword arguments of builders."""
+        return {"causal": self.mask.causal, "key_mask": self.mask.key_mask}
 
 
 @final
@@ -242,14 +238,14 @@ class Choice:
     def operator(self, inputs: HeadInputs, tensors: Tensors) -> AttentionOperator:
         """P for heads with the same choice: (b, h, m, n), or fewer batch axes where heads do not differ."""
         kind, m, n = self.definition, inputs.m, inputs.n
-        if inputs.causal:
+        if inputs.mask.causal:
             self.check_causal("attention")
-        if not kind.cross_attention and m != n and not (inputs.causal and kind.cached and m < n):
+        if not kind.cross_attention and m != n and not (inputs.mask.causal and kind.cached and m < n):
             raise UnsupportedError(
                 f"{self.kind}: m = {m} queries against n = {n} keys, but "
                 + (
                     f"{self.kind} cannot compute new queries from cached keys; call generate with use_cache=False"
-                    if inputs.causal
+                    if inputs.mask.causal
                     else "it needs queries and keys at the same positions; use softmax for cross-attention"
                 )
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import UnsupportedError
-from headwise.operators._kernels.row_chunks import ENTRIES
+from headwise.operators._kernels import limits
 from headwise.operators.base import AttentionOperator
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.linear.factored import factored
@@ -18,8 +18,8 @@ from headwise.operators.linear.nystrom import nystrom
 from headwise.operators.linear.projected import projected
 from headwise.operators.linear.projections import Dense
 from headwise.operators.linear.window_low_rank import window_low_rank
-from headwise.operators.relative.offset import look
-from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.relative.offset import offset
+from headwise.operators.relative.toeplitz import toeplitz_softmax
 from headwise.operators.softmax import softmax
 from headwise.operators.sparse.hashed import hashed, random_rotations
 from headwise.operators.sparse.window import window
@@ -51,7 +51,7 @@ register_kind(
     "softmax",
     Kind(
         "softmax over all keys, unchanged",
-        lambda x, options, tensors: softmax(x.q, x.k, scale=x.scale, causal=x.causal, key_mask=x.key_mask),
+        lambda x, options, tensors: softmax(x.q, x.k, scale=x.scale, **x.masks),
         causal=True,
         cached=True,
         cross_attention=True,
@@ -63,7 +63,7 @@ register_kind(
     "uniform",
     Kind(
         "the mean of the values",
-        lambda x, options, tensors: uniform(x.m, x.n, causal=x.causal, key_mask=x.key_mask),
+        lambda x, options, tensors: uniform(x.m, x.n, **x.masks),
         causal=True,
         cached=True,
         cross_attention=True,
@@ -75,7 +75,7 @@ register_kind(
     "offset",
     Kind(
         "the key `by` positions later, or the outermost one at the ends",
-        lambda x, options, tensors: look(x.m, x.n, options["by"], like=x.q, keep=x.key_mask),
+        lambda x, options, tensors: offset(x.m, x.n, options["by"], key_mask=x.mask.key_mask, device=x.q.device),
         {"by": KindOption(0)},
         candidates=lambda length, quick: [{"by": by} for by in (-1, 0, 1)],
         causal=lambda options: options["by"] <= 0,
@@ -91,7 +91,7 @@ register_kind(
 def _toeplitz(x: HeadInputs, logits: Callable[[Tensor], Tensor]) -> AttentionOperator:
     """softmax of logits(j - i): a function of the offsets (m + n - 1,), the last query at the last key."""
     by_offset = logits(torch.arange(-(x.n - 1), x.m, device=x.q.device)).to(x.q.dtype)
-    return toeplitz_softmax(by_offset.unsqueeze(0), x.m, x.n, causal=x.causal, key_mask=x.key_mask)
+    return toeplitz_softmax(by_offset.unsqueeze(0), x.m, x.n, **x.masks)
 
 
 def _profile(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
@@ -110,15 +110,15 @@ def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:
     total, count = torch.zeros(heads, 2 * reach + 1), torch.zeros(2 * reach + 1)
     for x in (sample.inputs for sample in samples):
         keys = x.k if x.k.shape[1] == heads else x.k.repeat_interleave(heads // x.k.shape[1], dim=1)
-        block = max(1, ENTRIES // (len(x.q) * heads * x.n))
+        block = max(1, limits.SCORE_ENTRIES // (len(x.q) * heads * x.n))
         for start in range(0, x.n, block):
             stop = min(x.n, start + block)
-            offset = (torch.arange(x.n) - torch.arange(start, stop)[:, None]).clamp(-reach, reach) + reach
+            place = (torch.arange(x.n) - torch.arange(start, stop)[:, None]).clamp(-reach, reach) + reach
             visible = x.mask.rows(start, stop).expand(len(x.q), 1, -1, -1)
             scores = (x.scale * x.q[:, :, start:stop] @ keys.mT).masked_fill(~visible, -1e30)
             p = scores.softmax(-1).masked_fill(~visible, 0)
-            total.index_add_(1, offset.flatten(), p.sum(0).flatten(1))
-            count.index_add_(0, offset.flatten(), visible.sum((0, 1)).float().flatten())
+            total.index_add_(1, place.flatten(), p.sum(0).flatten(1))
+            count.index_add_(0, place.flatten(), visible.sum((0, 1)).float().flatten())
     return total / count.clamp(min=1)
 
 
@@ -174,17 +174,17 @@ register_kind(
 def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     width, leading = options["width"], min(options["leading"], x.n)
     if x.padding_before is None or not leading:
-        return window(x.q, x.k, width, tokens=leading, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
+        return window(x.q, x.k, width, leading=leading, scale=x.scale, **x.masks)
     # new queries against a cache that begins with padding: the leading keys differ from sequence to sequence
     i, j = torch.arange(x.n - x.m, x.n, device=x.q.device)[:, None], torch.arange(x.n, device=x.q.device)
     pairs = (j <= i) & ((j > i - width) | (j < (x.padding_before + leading).unsqueeze(-1)))  # (b, m, n)
-    return softmax(x.q, x.k, scale=x.scale, key_mask=x.key_mask, pair_mask=pairs.unsqueeze(1))
+    return softmax(x.q, x.k, scale=x.scale, key_mask=x.mask.key_mask, pair_mask=pairs.unsqueeze(1))
 
 
 def _near_far(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     a, b, c = (tensors[name].to(x.q.dtype) for name in ("a", "b", "c"))
     block, leading = options["block"], min(options["leading"], x.n - 1)
-    return near_far(x.q, x.k, a, b, c, block=block, first=leading, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
+    return near_far(x.q, x.k, a, b, c, block=block, leading=leading, scale=x.scale, **x.masks)
 
 
 def _initial_near_far(options: Options, length: int, width: int) -> Tensors:
@@ -200,7 +200,7 @@ def _start_near_far(options: Options, samples: Sequence[AttentionSample], genera
     """
     rank, rows = options["rank"], []
     for x in (sample.inputs for sample in samples):
-        real = torch.ones(len(x.q), x.n, dtype=torch.bool) if x.key_mask is None else x.key_mask[:, 0]
+        real = torch.ones(len(x.q), x.n, dtype=torch.bool) if x.mask.key_mask is None else x.mask.key_mask[:, 0]
         rows.append(x.q.transpose(0, 1)[:, real.expand(len(x.q), -1)])
     queries = torch.cat(rows, dim=1)  # (h, rows, k)
     if rank == 1:
@@ -260,7 +260,7 @@ def _hashed(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOpera
     rounds, chunk, heads = options["rounds"], options["chunk"], x.q.shape[1]
     rotations = _rotations(x.q.shape[-1], x.n / chunk, rounds).to(x.q)
     k = x.k if x.k.shape[1] == heads else x.k.repeat_interleave(heads // x.k.shape[1], 1)
-    return hashed(x.q, k, rotations, rounds=rounds, chunk=chunk, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
+    return hashed(x.q, k, rotations, rounds=rounds, chunk=chunk, scale=x.scale, **x.masks)
 
 
 def _ranks(length: int, quick: bool) -> list[int]:
@@ -271,9 +271,7 @@ register_kind(
     "efficient",
     Kind(
         "softmax over the features of q times softmax over the keys of k",
-        lambda x, options, tensors: efficient(
-            x.q, x.k, scale=options["sharpness"] * x.scale, causal=x.causal, key_mask=x.key_mask
-        ),
+        lambda x, options, tensors: efficient(x.q, x.k, scale=options["sharpness"] * x.scale, **x.masks),
         {"sharpness": SHARPNESS},
         candidates=lambda length, quick: [{"sharpness": s} for s in ((2.0,) if quick else (1.0, 2.0, 4.0))],
         causal=True,
@@ -299,9 +297,7 @@ register_kind(
     "nystrom",
     Kind(
         "Nyström approximation through the means of `landmarks` segments",
-        lambda x, options, tensors: nystrom(
-            x.q, x.k, min(options["landmarks"], x.m, x.n), scale=x.scale, key_mask=x.key_mask
-        ),
+        lambda x, options, tensors: nystrom(x.q, x.k, min(options["landmarks"], x.m, x.n), scale=x.scale, **x.masks),
         {"landmarks": RANK},
         candidates=lambda length, quick: [{"landmarks": rank} for rank in _ranks(length, quick)],
         cross_attention=True,
@@ -326,18 +322,18 @@ def _projections(kind: str, x: HeadInputs, tensors: Tensors) -> tuple[Dense, Den
 
 
 def _projected(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
-    return projected(x.q, x.k, *_projections("projected", x, tensors), scale=x.scale, key_mask=x.key_mask)
+    return projected(x.q, x.k, *_projections("projected", x, tensors), scale=x.scale, **x.masks)
 
 
 def _factored(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     e, f = _projections("factored", x, tensors)
-    return factored(x.q, x.k, e, f, scale=options["sharpness"] * x.scale, key_mask=x.key_mask)
+    return factored(x.q, x.k, e, f, scale=options["sharpness"] * x.scale, **x.masks)
 
 
 def _window_low_rank(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     e, f = _projections("window_low_rank", x, tensors)
     leading, bias = min(options["leading"], x.n), tensors["bias"].to(x.q.dtype)
-    return window_low_rank(x.q, x.k, options["width"], e, f, bias, tokens=leading, scale=x.scale, key_mask=x.key_mask)
+    return window_low_rank(x.q, x.k, options["width"], e, f, bias, leading=leading, scale=x.scale, **x.masks)
 
 
 def _initial_projections(options: Options, length: int, width: int) -> Tensors:

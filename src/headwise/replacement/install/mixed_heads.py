@@ -186,16 +186,16 @@ class MixedHeads(nn.Module):
 def softmax_attention(inputs: HeadInputs, v: Tensor) -> Tensor:
     """The fused kernel, which supports grouped queries; its causal form is top-left aligned and excludes a mask."""
     q, k, m = inputs.q, inputs.k, inputs.m
-    if inputs.causal and m > 1 and (m != inputs.n or inputs.key_mask is not None):
-        P = softmax(q, k, scale=inputs.scale, causal=True, key_mask=inputs.key_mask)
+    if inputs.mask.causal and m > 1 and (m != inputs.n or inputs.mask.key_mask is not None):
+        P = softmax(q, k, scale=inputs.scale, causal=True, key_mask=inputs.mask.key_mask)
         return P(_repeat(v, q))
-    mask = None if inputs.key_mask is None else inputs.key_mask.unsqueeze(-2)
+    mask = None if inputs.mask.key_mask is None else inputs.mask.key_mask.unsqueeze(-2)
     return F.scaled_dot_product_attention(
         q,
         k,
         v,
         attn_mask=mask,
-        is_causal=inputs.causal and m > 1,
+        is_causal=inputs.mask.causal and m > 1,
         scale=inputs.scale,
         enable_gqa=k.shape[1] != q.shape[1],
     )
@@ -203,10 +203,10 @@ def softmax_attention(inputs: HeadInputs, v: Tensor) -> Tensor:
 
 def padding_last(inputs: HeadInputs, v: Tensor, padding: Tensor) -> tuple[HeadInputs, Tensor, Tensor]:
     """The same call with the first `padding` (b, 1) positions moved to the end, and the index (b, n) that undoes it."""
-    assert inputs.key_mask is not None
+    assert inputs.mask.key_mask is not None
     position = torch.arange(inputs.n, device=v.device)
     forth, back = (position + padding) % inputs.n, (position - padding) % inputs.n
-    key_mask = inputs.key_mask.expand(len(forth), 1, -1).gather(-1, forth.unsqueeze(1))
+    key_mask = inputs.mask.key_mask.expand(len(forth), 1, -1).gather(-1, forth.unsqueeze(1))
     mask = replace(inputs.mask, key_mask=key_mask)
     return replace(inputs, q=along(inputs.q, forth), k=along(inputs.k, forth), mask=mask), along(v, forth), back
 

@@ -173,5 +173,5 @@ def _output(choice: Choice, sample: AttentionSample, tensors: Tensors) -> Tensor
 
 def _squares(x: Tensor, sample: AttentionSample) -> Tensor:
     """Sum of squares of each head over real queries, which are at the positions of the keys."""
-    mask = sample.inputs.key_mask  # (b, 1, n)
+    mask = sample.inputs.mask.key_mask  # (b, 1, n)
     return (x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)).square().sum((0, 2, 3))

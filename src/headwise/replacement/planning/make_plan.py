@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.models.fingerprint import check_weights, digest, fingerprint
+from headwise.models.fingerprint import check_weights, fingerprint
+from headwise.models.inputs import max_positions
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, candidates
 from headwise.replacement.plan import (
@@ -25,7 +26,6 @@ from headwise.replacement.plan import (
     Sites,
     check_tolerance,
     each_head,
-    max_positions,
 )
 from headwise.replacement.planning.capture import AttentionSite, find_sites, recordings
 from headwise.replacement.planning.drift import DriftTrial, Measure, measure_for
@@ -120,7 +120,7 @@ def plan(
         causal = all(site.causal for site in sites.values())
         measure, measure_name = measure_for(model, batches[0], causal=causal)
         settings = [seed, length, effort.steps, effort.texts, *map(str, tried)]
-        key = fingerprint(model, {"settings": settings, "texts": digest(batches)})
+        key = fingerprint(model, {"settings": settings}, batches)
         run = _Run(
             model,
             parts,

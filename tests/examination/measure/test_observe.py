@@ -1,0 +1,203 @@
+"""What is measured without forming P equals a brute-force float64 computation from `output_attentions`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headwise.examination.measure.head_measures import evaluate_spectra
+from headwise.examination.measure.observe import Measurement, observe
+from headwise.models import attention, intercept
+from headwise.theory.collapse import relative_residual
+from tests.models.tiny_models import ALL, TRANSFORMERS, sharpen
+
+
+def brute_force(p: Tensor, v: Tensor | None = None) -> dict[str, Tensor]:
+    """Every number from the whole matrix, (h, m, n) float64, in the plainest way."""
+    _h, m, n = p.shape
+    log = torch.where(p > 0, p, torch.ones(())).log()
+    entropy = -(p * log).sum(-1)
+    i, j = torch.arange(m)[:, None], torch.arange(n)[None]
+    offset = (j - i).double()
+    mean = (p * offset).sum((-2, -1)) / m
+    toeplitz = torch.zeros_like(p)
+    energies = []
+    for delta in range(-(m - 1), n):
+        on = (j - i) == delta
+        average = p[:, on].mean(-1)
+        toeplitz[:, on] = average[:, None]
+        energies.append(average.square() * on.sum())
+    norm = torch.linalg.matrix_norm(p)
+    values = torch.linalg.svdvals(p)
+    share = values / values.sum(-1, keepdim=True)
+    numbers = {
+        "entropy": entropy.mean(-1),
+        "entropy_min": entropy.amin(-1),
+        "frobenius": norm,
+        "row_maximum": p.amax(-1).mean(-1),
+        "sink_mass": p.mean(-2).amax(-1),
+        "diagonal_mass": p[:, (j - i) == 0].sum(-1) / m,
+        "previous_mass": p[:, (j - i) == -1].sum(-1) / m,
+        "next_mass": p[:, (j - i) == 1].sum(-1) / m,
+        "mass_within_4": p[:, (j - i).abs() <= 4].sum(-1) / m,
+        "mass_within_16": p[:, (j - i).abs() <= 16].sum(-1) / m,
+        "offset_mean": mean,
+        "offset_spread": ((p * offset.square()).sum((-2, -1)) / m - mean.square()).sqrt(),
+        "toeplitz_error": torch.linalg.matrix_norm(p - toeplitz) / norm,
+        "best_offset_error": (1 - torch.stack(energies).amax(0) / norm.square()).clamp(min=0).sqrt(),
+        "effective_rank": torch.special.entr(share).sum(-1).exp(),
+        "stable_rank": norm.square() / values[:, 0].square(),
+        "sigma_1": values[:, 0],
+        "sigma_ratio": values[:, 1] / values[:, 0],
+        "energy_8": values[:, :8].square().sum(-1) / values.square().sum(-1),
+    }
+    if v is not None:
+        left, s, right = torch.linalg.svd(p, full_matrices=False)
+        for r in (8, 16):
+            best = (left[..., :r] * s[..., None, :r]) @ right[..., :r, :]
+            error = torch.linalg.matrix_norm((p - best) @ v) / torch.linalg.matrix_norm(p @ v)
+            numbers[f"output_error_{r}"] = torch.zeros_like(error) if r >= min(m, n) else error
+    return numbers
+
+
+def attentions(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
+    """The model's own weights in float64, in the order of its calls."""
+    double = nn.Module.double(copy.deepcopy(model))
+    double.set_attn_implementation("eager")
+    inputs = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+    with torch.no_grad():
+        out = double(**inputs, output_attentions=True)
+    if "attentions" in out:
+        return [p[0] for p in out.attentions]
+    decoder = [p for pair in zip(out.decoder_attentions, out.cross_attentions, strict=True) for p in pair]
+    return [p[0] for p in (*out.encoder_attentions, *decoder)]
+
+
+def assert_equals_brute_force(found: Measurement, weights: list[Tensor], values: list[Tensor] | None = None) -> None:
+    assert len(weights) == len(found.sites)
+    assert [site.heads for site in found.sites] == [len(p) for p in weights]
+    measured = {**found.numbers, **found.spectral}
+    start = 0
+    for index, p in enumerate(weights):
+        stop = start + len(p)
+        for name, expected in brute_force(p.double(), None if values is None else values[index]).items():
+            actual = measured[name][start:stop]
+            scale = expected.abs().clamp(min=1e-2)  # masses and errors near zero are compared absolutely
+            worst = ((actual - expected).abs() / scale).max().item()
+            assert worst < 1e-4, f"{found.sites[index].name}: {name} is {worst:.1e} from brute force"
+        start = stop
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_numbers_equal_brute_force(family: str) -> None:
+    model, batch = ALL[family]()
+    model = sharpen(model)
+    values: list[Tensor] = []
+    with torch.no_grad(), intercept(model, lambda call: values.append(call.v[0].double())):
+        model(**batch)
+    (found,) = observe(model, batch)
+    assert_equals_brute_force(found, attentions(model, batch), values)
+
+
+def test_torch_encoder_equals_brute_force() -> None:
+    model, batch = ALL["torch_encoder"]()
+    model = sharpen(model)
+    weights, x = [], batch["src"].double()
+    double = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for layer in double.layers:
+            weights.append(layer.self_attn(x, x, x, need_weights=True, average_attn_weights=False)[1][0])
+            x = layer(x)
+    (found,) = observe(model, batch)
+    assert_equals_brute_force(found, weights)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_layers_equal_the_models_hidden_states(dtype: torch.dtype, rounding: float) -> None:
+    model, batch = ALL["bert"]()
+    model = model.eval().to(dtype)
+    (found,) = observe(model, batch)
+    with torch.no_grad():
+        states = model(**batch, output_hidden_states=True).hidden_states
+    expected = torch.stack([relative_residual(x[0]) for x in states])
+    torch.testing.assert_close(found.layers["relative_residual"], expected, rtol=rounding, atol=0)
+    x = torch.nn.functional.normalize(states[-1][0].double(), dim=-1)
+    pairs = (x @ x.mT)[~torch.eye(len(x), dtype=torch.bool)].mean()
+    torch.testing.assert_close(found.layers["mean_cosine"][-1], pairs, rtol=rounding, atol=0)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_contribution_is_the_norm_that_reaches_the_stream(family: str) -> None:
+    """||P V W_O|| per head, computed from the model's own matrices."""
+    model, batch = ALL[family]()
+    model = sharpen(model)
+    outputs: list[Tensor] = []
+
+    def see(call) -> None:
+        mask = call.mask.sdpa_arguments(call.q.dtype)
+        outputs.append(attention(call.q, call.k, call.v, scale=call.scale, **mask)[0].double())
+
+    with torch.no_grad(), intercept(model, see):
+        model(**batch)
+    (found,) = observe(model, batch)
+    matrices = {
+        "bert": lambda i: model.encoder.layer[i].attention.output.dense.weight.mT,
+        "gpt2": lambda i: model.h[i].attn.c_proj.weight,
+        "llama": lambda i: model.layers[i].self_attn.o_proj.weight.mT,
+    }
+    expected = []
+    for layer, output in enumerate(outputs):
+        h, _, d = output.shape
+        blocks = matrices[family](layer).detach().double().reshape(h, d, -1)
+        expected.append(torch.linalg.matrix_norm(output @ blocks))
+    torch.testing.assert_close(found.numbers["contribution"], torch.cat(expected), rtol=1e-4, atol=1e-6)
+
+
+def test_padding_changes_nothing() -> None:
+    """A padded text measures like the shorter one on its own."""
+    model, batch = ALL["bert"]()
+    model = sharpen(model)
+    ids = batch["input_ids"]
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, 25:] = 0
+    padded = observe(model, {"input_ids": ids.repeat(2, 1), "attention_mask": mask})
+    (alone,) = observe(model, {"input_ids": ids[:, :25]})
+    assert padded[1].lengths == alone.lengths
+    for name in ("entropy", "frobenius", "toeplitz_error", "sink_mass", "output_norm"):
+        torch.testing.assert_close(padded[1].numbers[name], alone.numbers[name], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        padded[1].spectral["effective_rank"], alone.spectral["effective_rank"], rtol=1e-4, atol=0
+    )
+
+
+def test_blocks_of_rows_do_not_change_the_result() -> None:
+    model, batch = ALL["llama"]()
+    model = sharpen(model)
+    (whole,), (pieces,) = observe(model, batch), observe(model, batch, entries=500)
+    for name, x in whole.numbers.items():
+        torch.testing.assert_close(pieces.numbers[name], x, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_long_texts_agree_with_the_exact_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the exact size the leading values come from block Krylov; both ways must agree where both apply."""
+    from headwise.examination.measure import spectra as module
+    from headwise.operators._kernels.scores import Scores
+    from headwise.operators.masks import Mask
+
+    q, k, v = (torch.randn(2, 600, 16) * 2 for _ in range(3))
+    scores = Scores(q, k, 0.25, Mask(q.shape[-2], k.shape[-2]))
+    output = torch.softmax(scores.dense(), -1) @ v
+    exact = module.spectra(scores, output)
+    monkeypatch.setattr(module, "EXACT", 100)
+    krylov = module.spectra(scores, output)
+    assert all(head.spectrum.exact for head in exact)
+    assert not any(head.spectrum.exact for head in krylov)
+    found, expected = evaluate_spectra(krylov), evaluate_spectra(exact)
+    for name in ("sigma_1", "sigma_ratio", "stable_rank", "energy_64", "output_error_64"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4, msg=name)
+    for one, other in zip(krylov, exact, strict=True):
+        torch.testing.assert_close(one.values[:32], other.values[:32], rtol=1e-3, atol=0)
+    assert (found["effective_rank"] >= expected["effective_rank"] * 0.999).all()
