@@ -37,7 +37,7 @@ def test_defaults_are_filled_in() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, sentence",
+    "given, message",
     [
         ({"kind": "wndow"}, "unknown kind of operator 'wndow'; the registered kinds are softmax, uniform,"),
         ({"kind": "window", "size": 3}, "window: unknown option 'size'; its options are width, leading"),
@@ -51,10 +51,10 @@ def test_defaults_are_filled_in() -> None:
         ("window", "but the plan has 'window'"),
     ],
 )
-def test_invalid_choices(given, sentence: str) -> None:
+def test_invalid_choices(given, message: str) -> None:
     with pytest.raises(InputError) as error:
         Choice.from_dict(given)
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
