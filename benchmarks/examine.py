@@ -51,9 +51,9 @@ def minilm(n: int, count: int) -> list[dict[str, object]]:
     from headwise.models.load import load_model
     from headwise.models.run import run_model
 
-    loaded = load_model(None)
+    loaded = load_model()
     batches = text_input(loaded, None, length=n, texts=TEXTS).batches
-    eager = load_model(None).model
+    eager = load_model().model
     eager.set_attn_implementation("eager")
 
     def forward() -> None:
@@ -113,7 +113,8 @@ with torch.no_grad():
         seen = []
         def see(call):
             if not seen:  # one layer is enough to see what forming P takes
-                seen.append(call.scores.dense().sub_(1e3).exp_().sum().item())  # in one memory, the least it takes
+                # in place: the least memory that forming P can take
+                seen.append((call.scale * call.q @ call.k.mT).sub_(1e3).exp_().sum().item())
         with intercept(model, see):
             model(**batch)
 print(json.dumps(peak() - before))
@@ -167,7 +168,7 @@ def bertviz_page(n: int) -> int | None:
     from headwise.models.inputs import text_input
     from headwise.models.load import load_model
 
-    loaded = load_model(None)
+    loaded = load_model()
     batch = text_input(loaded, None, length=n, texts=1).batches[0]
     loaded.model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -177,14 +178,13 @@ def bertviz_page(n: int) -> int | None:
 
 
 def our_page(n: int) -> int:
-    from headwise.examination.examine import examine
-    from headwise.examination.report.page import page
+    from headwise.examination import examine, report_page
     from headwise.models.inputs import text_input
     from headwise.models.load import load_model
 
-    loaded = load_model(None)
-    fed = text_input(loaded, None, length=n, texts=1)
-    return len(page(examine(loaded.model, fed.batches, tokens=fed.tokens)).encode())
+    loaded = load_model()
+    inputs = text_input(loaded, None, length=n, texts=1)
+    return len(report_page(examine(loaded.model, inputs.batches, token_names=inputs.token_names)).encode())
 
 
 def main() -> None:

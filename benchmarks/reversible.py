@@ -2,9 +2,9 @@
 
     python -m benchmarks.reversible [--quick]
 
-Width 128, 4 heads, window 128, 4096 tokens (--quick: 1024).  Memory is the peak of a separate process minus what it held
-before its first step and minus the gradients of the weights, which grow with depth in any case.  glibc is set to return
-large blocks at once, so that fragmentation is not counted.  Time is the minimum of three steps.
+Width 128, 4 heads, window 128, 4096 tokens (--quick: 1024).  Memory is the peak of a separate process minus what it
+held before its first step and minus the gradients of the weights, which grow with depth in any case.  glibc is set to
+return large blocks at once, so that fragmentation is not counted.  Time is the minimum of three steps.
 """
 
 from __future__ import annotations

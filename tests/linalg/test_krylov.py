@@ -61,7 +61,9 @@ def test_small_matrices_are_exact(m: int, n: int, batch: tuple[int, ...], data: 
     seed=st.integers(0, 1000),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_error_estimates_are_honest(kind: str, sharpness: float, m: int, n: int, seed: int, dtype: torch.dtype) -> None:
+def test_error_estimates_bound_the_errors(
+    kind: str, sharpness: float, m: int, n: int, seed: int, dtype: torch.dtype
+) -> None:
     p = attention(kind, sharpness, m, n, seed).to(dtype)
     found = spectrum(p, 24, block=8, steps=6)
     assert not found.exact
@@ -69,7 +71,7 @@ def test_error_estimates_are_honest(kind: str, sharpness: float, m: int, n: int,
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 4.0, 8.0])
-def test_leading_values_converge_and_estimates_say_so(sharpness: float) -> None:
+def test_leading_values_converge_with_small_error_estimates(sharpness: float) -> None:
     p = attention("plain", sharpness, 900, 900, seed=1).float()
     found, true = spectrum(p, 128), truth(p, 128)
     relative = (true - found.values).abs() / true
@@ -94,7 +96,7 @@ def test_awkward_matrices(name: str, dtype: torch.dtype) -> None:
 
 
 @given(seed=st.integers(0, 10_000), s=st.integers(2, 12), b=st.integers(1, 4), ratio=st.floats(0.01, 1.5))
-def test_upper_bound_is_a_theorem_once_the_unseen_norm_is_known(seed: int, s: int, b: int, ratio: float) -> None:
+def test_the_upper_bound_holds_for_every_complement_of_known_norm(seed: int, s: int, b: int, ratio: float) -> None:
     """sigma_i([[B, C], [0, D]]) <= values_i + errors_i for every D with ||D|| <= delta."""
     g = torch.Generator().manual_seed(seed)
     top = torch.randn(s, s + b, generator=g, dtype=torch.float64)
@@ -126,7 +128,7 @@ def test_batch_equals_loop_and_repeats() -> None:
     assert not torch.equal(found.values, other.values)
 
 
-def test_only_blocks_are_asked_for() -> None:
+def test_the_operator_is_applied_to_blocks_only() -> None:
     p = attention("plain", 2.0, 140, 120, seed=0)
     widths: list[tuple[str, int]] = []
 
@@ -182,7 +184,7 @@ def test_softmax_operator(causal: bool) -> None:
     assert_honest(blocks, op.dense().detach())
 
 
-def test_dense_spectrum_is_whole() -> None:
+def test_dense_spectrum_has_every_value() -> None:
     p = attention("plain", 1.0, 7, 5, seed=0)
     found = dense_spectrum(p)
     assert found.exact

@@ -64,7 +64,7 @@ def test_dtypes_are_kept(dtype: torch.dtype) -> None:
         torch.testing.assert_close(norm(x).double(), norm(x.double()), rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
-def test_composite_does_not_overflow_before_its_answer_does() -> None:
+def test_composite_does_not_overflow_if_its_result_does_not() -> None:
     x = torch.full((4, 4), 1e30)
     assert composite_norm(x).item() == pytest.approx(4e30)
 

@@ -1,4 +1,4 @@
-"""Ranks and energies of a spectrum, against the formulas in plain Python, and what a truncated one may say."""
+"""Ranks and energies of a spectrum, against the formulas in plain Python, and bounds from truncated spectra."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_formulas(values: list[float], scale: float) -> None:
 
 
 @given(values=sigmas, data=st.data(), norm=st.booleans())
-def test_bounds_hold_whatever_is_missing(values: list[float], data: st.DataObject, norm: bool) -> None:
+def test_bounds_hold_for_every_truncation(values: list[float], data: st.DataObject, norm: bool) -> None:
     r = data.draw(st.integers(1, len(values)))
     low, high = effective_rank_bounds(cut(values, r, norm=norm))
     true = effective_rank(whole(values)).item()
@@ -102,7 +102,7 @@ def test_known_matrices(p: Tensor, rank: float) -> None:
     assert torch.isfinite(low_rank_error(s)).all()
 
 
-def test_refusals_say_what_is_missing() -> None:
+def test_errors_name_what_is_missing() -> None:
     s = cut([3.0, 2.0, 1.0], 2, norm=False)
     with pytest.raises(UnsupportedError, match="needs all 3 singular values, but 2 are given"):
         effective_rank(s)

@@ -1,4 +1,4 @@
-"""The theorems on a user's own weights: modules, files, transformers' encoders; and what gets a sentence instead."""
+"""Attention weights of modules, files and transformers encoders, their audit, and models that are not supported."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import nn
 
 from headwise.cli.main import main
 from headwise.errors import HeadwiseError
-from headwise.ledger.audit import evaluate
-from headwise.models.attention_weights import read, stack_of
+from headwise.ledger import audit_weights
+from headwise.models.attention_weights import read_weights
 from headwise.nn import Encoder, MultiHead
 from headwise.operators import efficient
+from headwise.outputs import json_text
 
 
 def build() -> nn.Module:
@@ -35,10 +36,10 @@ def test_a_python_object_and_its_factory(capsys: pytest.CaptureFixture) -> None:
     assert main(["verify", "--weights", "python:tests.models.test_attention_weights:build", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["layers"], facts["heads"], facts["width"]) == (2, 2, 8)
-    assert facts == json.loads(json.dumps(evaluate(build())))
-    said = {row["what"]: row["value"] for row in facts["rows"]}
-    assert float(said["log(residual / bound), last layer"]) < 0
-    assert said["permutation symmetry, first layer"] in ("EXACT", "ROUNDING")
+    assert facts == json.loads(json_text(audit_weights(build()).to_json()))
+    values = {row["quantity"]: row["value"] for row in facts["rows"]}
+    assert float(values["log(residual / bound), last layer"]) < 0
+    assert values["permutation symmetry, first layer"] in ("EXACT", "ROUNDING")
     assert facts["left_out"] == []
 
 
@@ -46,20 +47,20 @@ def test_a_file_of_torch_layers(tmp_path: Path, capsys: pytest.CaptureFixture) -
     torch.manual_seed(0)
     module = nn.ModuleDict({f"layers.{i}".replace(".", "_"): nn.MultiheadAttention(8, 2) for i in range(11)})
     save_file(module.state_dict(), tmp_path / "w.safetensors")
-    stack = stack_of(str(tmp_path / "w.safetensors"), heads=2)
+    stack = read_weights(str(tmp_path / "w.safetensors"), heads=2).stack
     assert len(stack.layers) == 11
     close(stack, module.values(), torch.randn(5, 8))  # layer 10 comes after layer 9, not after layer 1
     assert main(["verify", "--weights", str(tmp_path / "w.safetensors"), "--heads", "2"]) == 0
     assert "beta" in capsys.readouterr().out
-    assert main(["verify", "--weights", str(tmp_path / "w.safetensors")]) == 2  # heads are not guessed
-    assert "does not say how many heads" in capsys.readouterr().err
+    assert main(["verify", "--weights", str(tmp_path / "w.safetensors")]) == 2  # the number of heads is not guessed
+    assert "the number of heads is unknown" in capsys.readouterr().err
 
 
-def test_a_file_of_our_layers_says_its_heads(tmp_path: Path) -> None:
+def test_a_file_of_multihead_layers_contains_the_number_of_heads(tmp_path: Path) -> None:
     layers = nn.ModuleList([MultiHead(8, 2, key_width=(3, 5)), MultiHead(8, 2)])
     save_file(layers.state_dict(), tmp_path / "ours.safetensors")
     x = torch.randn(6, 8)
-    close(stack_of(str(tmp_path / "ours.safetensors")), layers, x)
+    close(read_weights(str(tmp_path / "ours.safetensors")).stack, layers, x)
 
 
 def test_encoders_of_transformers(tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_encoders_of_transformers(tmp_path: Path) -> None:
     model = transformers.BertModel(config).eval()
     model.save_pretrained(tmp_path)
     x = torch.randn(5, 16)
-    for weights in (read(model), read(str(tmp_path / "model.safetensors"))):
+    for weights in (read_weights(model), read_weights(str(tmp_path / "model.safetensors"))):
         assert len(weights.stack.layers) == 2
         attention = model.encoder.layer[0].attention
         with torch.no_grad():
@@ -79,46 +80,46 @@ def test_encoders_of_transformers(tmp_path: Path) -> None:
         assert weights.left_out
 
 
-def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture) -> None:
-    weights = read(Encoder(8, 2, 2))
+def test_parts_that_are_not_covered_are_listed(capsys: pytest.CaptureFixture) -> None:
+    weights = read_weights(Encoder(8, 2, 2))
     assert "2 GELU" in weights.left_out
     assert "5 LayerNorm" in weights.left_out
     assert main(["verify", "--weights", "python:tests.models.test_attention_weights:encoder"]) == 0
-    assert "Left out, since the theorems speak of attention alone: " in capsys.readouterr().out.replace("\n", " ")
+    assert "Not covered, since the theorems are about attention alone: " in capsys.readouterr().out.replace("\n", " ")
 
 
 def encoder() -> nn.Module:
     return Encoder(8, 2, 1)
 
 
-def test_weights_the_theory_does_not_cover(tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match="Linear has no attention layer that the theory covers"):
-        evaluate(nn.Linear(3, 3))
+def test_models_that_the_theorems_do_not_apply_to(tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match="Linear has no attention layer that the theorems apply to"):
+        audit_weights(nn.Linear(3, 3))
     broken = MultiHead(8, 2)
     with torch.no_grad():
         broken.key.weight[0, 0] = torch.inf
     with pytest.raises(HeadwiseError, match="wk of layer 0 has non-finite"):
-        evaluate(broken)
+        audit_weights(broken)
     with pytest.raises(HeadwiseError, match="does not chain"):
-        evaluate(MultiHead(8, 2, out_width=6))
+        audit_weights(MultiHead(8, 2, out_width=6))
     with pytest.raises(HeadwiseError, match="does not chain"):
-        evaluate(nn.MultiheadAttention(8, 2, kdim=5, vdim=5))
+        audit_weights(nn.MultiheadAttention(8, 2, kdim=5, vdim=5))
     with pytest.raises(HeadwiseError, match="width 4 to 4, but the stack has width 8"):
-        evaluate(nn.ModuleList([MultiHead(8, 2), MultiHead(4, 2)]))
-    with pytest.raises(HeadwiseError, match="softmax attention, not of efficient"):
-        evaluate(MultiHead(8, 2, build=efficient))
+        audit_weights(nn.ModuleList([MultiHead(8, 2), MultiHead(4, 2)]))
+    with pytest.raises(HeadwiseError, match="softmax attention, not to efficient"):
+        audit_weights(MultiHead(8, 2, build=efficient))
     with pytest.raises(HeadwiseError, match="append a key that is in no input"):
-        evaluate(nn.MultiheadAttention(8, 2, add_bias_kv=True))
+        audit_weights(nn.MultiheadAttention(8, 2, add_bias_kv=True))
 
 
 def test_files_that_are_not_weights(tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match="pickled files are not loaded"):
-        stack_of("weights.pt")
+        read_weights("weights.pt")
     with pytest.raises(HeadwiseError, match="cannot read"):
-        stack_of(str(tmp_path / "nowhere.safetensors"))
+        read_weights(str(tmp_path / "nowhere.safetensors"))
     (tmp_path / "no.safetensors").write_bytes(b"nonsense")
     with pytest.raises(HeadwiseError, match="cannot read"):
-        stack_of(str(tmp_path / "no.safetensors"))
+        read_weights(str(tmp_path / "no.safetensors"))
     good = nn.MultiheadAttention(8, 2).state_dict()
 
     def saved(**change: torch.Tensor) -> str:
@@ -126,20 +127,20 @@ def test_files_that_are_not_weights(tmp_path: Path) -> None:
         return str(tmp_path / "w.safetensors")
 
     with pytest.raises(HeadwiseError, match="are not one self-attention layer"):
-        stack_of(saved(**{"out_proj.weight": torch.zeros(8, 6)}), heads=2)
+        read_weights(saved(**{"out_proj.weight": torch.zeros(8, 6)}), heads=2)
     with pytest.raises(HeadwiseError, match="cannot be split over 3 heads"):
-        stack_of(saved(), heads=3)
+        read_weights(saved(), heads=3)
     save_file({"h.0.attn.c_attn.weight": torch.zeros(4, 12)}, tmp_path / "gpt.safetensors")
     with pytest.raises(HeadwiseError, match="earlier tokens only"):
-        stack_of(str(tmp_path / "gpt.safetensors"), heads=2)
-    for spec, said in (
+        read_weights(str(tmp_path / "gpt.safetensors"), heads=2)
+    for spec, message in (
         ("python:tests.models.test_attention_weights", "write python:module:factory"),
-        ("python:no.such.module:f", "cannot be imported"),
-        ("python:tests.models.test_attention_weights:attend_nothing", "cannot be imported"),
+        ("python:no.such.module:f", "cannot import 'no.such.module'"),
+        ("python:tests.models.test_attention_weights:attend_nothing", "has no 'attend_nothing'"),
         ("python:tests.models.test_attention_weights:text", "returned str, not a torch module"),
     ):
-        with pytest.raises(HeadwiseError, match=said):
-            stack_of(spec)
+        with pytest.raises(HeadwiseError, match=message):
+            read_weights(spec)
 
 
 def text() -> str:

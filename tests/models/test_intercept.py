@@ -11,12 +11,12 @@ from torch import nn
 
 from headwise.examination.measure.observe import observe
 from headwise.models import InterceptionError, attention, intercept
-from headwise.models.intercept import Call
+from headwise.models.intercept import AttentionCall
 from tests.models.tiny_models import ALL
 
 
-def seen(model: nn.Module, batch: dict) -> list[Call]:
-    calls: list[Call] = []
+def seen(model: nn.Module, batch: dict) -> list[AttentionCall]:
+    calls: list[AttentionCall] = []
     with torch.no_grad(), intercept(model.eval(), calls.append):
         model(**batch)
     return calls
@@ -28,15 +28,15 @@ def test_names_kinds_and_causality() -> None:
     assert kinds["gpt2"] == kinds["llama"] == [("self", True)] * 2
     encoder_decoder = [("self", False)] * 2 + [("self", True), ("cross", False)] * 2
     assert kinds["t5"] == kinds["whisper"] == encoder_decoder
-    names = [c.name for c in seen(*ALL["bert"]())]
+    names = [c.site for c in seen(*ALL["bert"]())]
     assert names == ["encoder.layer.0.attention.self", "encoder.layer.1.attention.self"]
 
 
 def test_grouped_queries_are_seen_as_the_model_uses_them() -> None:
     (first, _) = seen(*ALL["llama"]())
-    assert (first.groups, first.scores.shape) == (2, torch.Size((1, 4, 40, 40)))
-    torch.testing.assert_close(first.scores.k[:, 0], first.scores.k[:, 1])
-    assert not torch.equal(first.scores.k[:, 1], first.scores.k[:, 2])
+    assert (first.groups, first.q.shape[:-1]) == (2, torch.Size((1, 4, 40)))
+    torch.testing.assert_close(first.k[:, 0], first.k[:, 1])
+    assert not torch.equal(first.k[:, 1], first.k[:, 2])
 
 
 def test_a_module_used_twice_gets_two_names() -> None:
@@ -49,7 +49,7 @@ def test_a_module_used_twice_gets_two_names() -> None:
             return self.layer(self.layer(x))
 
     calls = seen(Twice(), {"x": torch.randn(1, 5, 8)})
-    assert [c.name for c in calls] == ["layer.self_attn", "layer.self_attn@2"]
+    assert [c.site for c in calls] == ["layer.self_attn", "layer.self_attn@2"]
 
 
 def test_the_output_of_the_model_is_unchanged() -> None:
@@ -68,7 +68,7 @@ def test_everything_is_removed_also_after_an_error() -> None:
     original, fast = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
     model, batch = ALL["bert"]()
 
-    def fail(call: Call) -> None:
+    def fail(call: AttentionCall) -> None:
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"), intercept(model, fail):
@@ -128,5 +128,5 @@ def test_a_name_imported_from_torch_is_seen_too() -> None:
     from tests.models import imported_name
 
     model = imported_name.Attends()
-    assert [c.name for c in seen(model, {"x": torch.randn(1, 6, 8)})] == [""]
+    assert [c.site for c in seen(model, {"x": torch.randn(1, 6, 8)})] == [""]
     assert imported_name.scaled_dot_product_attention is F.scaled_dot_product_attention

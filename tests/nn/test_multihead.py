@@ -51,7 +51,7 @@ def test_equals_a_loop_over_heads_in_value_and_gradient(widths: dict, cross: boo
         added = torch.randn(2, 3, 5, n, dtype=torch.float64)
         keep, key_mask = torch.rand(1, 3, 5, n) > 0.3, torch.rand(2, n) > 0.3
         keep[..., 0], key_mask[:, 0] = True, True
-        masks = {"bias": added, "pair_mask": keep, "key_mask": key_mask, "causal": True}
+        masks = {"attn_bias": added, "pair_mask": keep, "key_mask": key_mask, "causal": True}
         causal = torch.ones(5, n, dtype=torch.bool).tril(n - 5)
         added = added.masked_fill(~(keep & key_mask[:, None, None, :] & causal), -math.inf)
     fast = layer(x, context if cross else None, **masks)
@@ -180,7 +180,7 @@ def test_compiles_whole_copies_and_runs_in_half_precision(widths: dict) -> None:
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(twin.to(dtype)(x.to(dtype), causal=True).float(), expected, rtol=0, atol=8 * eps)
         with torch.autocast("cpu", dtype):
-            out = layer(x, causal=True, bias=torch.zeros(5, 5))
+            out = layer(x, causal=True, attn_bias=torch.zeros(5, 5))
         assert out.dtype == dtype
         torch.testing.assert_close(out.float(), expected, rtol=0, atol=8 * eps)
 
@@ -229,8 +229,8 @@ X = torch.zeros(2, 5, 8)
             r"one mask per sequence is \(b, 1, m",
         ),
         (lambda: MultiHead(8, 2)(X, pair_mask=torch.ones(5, 4) > 0), ShapeError, r"mask has shape \(5, 4\)"),
-        (lambda: MultiHead(8, 2)(X, pair_mask=torch.ones(5, 5)), DtypeError, "mask must be boolean.*bias="),
-        (lambda: MultiHead(8, 2)(X, bias=torch.ones(5, 5) > 0), DtypeError, "bias is added to the scores"),
+        (lambda: MultiHead(8, 2)(X, pair_mask=torch.ones(5, 5)), DtypeError, "pair_mask must be boolean"),
+        (lambda: MultiHead(8, 2)(X, attn_bias=torch.ones(5, 5) > 0), DtypeError, "attn_bias must be floating point"),
         (lambda: MultiHead(8, 2)(X, key_mask=torch.ones(2, 4) > 0), ShapeError, r"key_mask has shape \(2, 4\)"),
         (lambda: MultiHead(8, 2)(X, key_mask=torch.ones(2, 5)), DtypeError, "key_mask must be boolean"),
     ],

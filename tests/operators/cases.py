@@ -1,40 +1,37 @@
-"""One line for each operator and variant: how it is built, from what, and its twin.
+"""Contract cases of the exact and composed operators, and the list of all cases.
 
-A new operator needs one line here; `test_contract` fails for a final operator without one.
+A new operator needs one line in one of the case files; `test_contract` fails for a final operator without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.operators.base import AttentionOperator
-from headwise.operators.compose import add, kronecker, per_head, product, scale, transpose
-from headwise.operators.concatenation import concatenation
-from headwise.operators.dot_product import dot_product, scaled
-from headwise.operators.relative.shift import shift
-from headwise.operators.relative.toeplitz import toeplitz
-from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
-from headwise.operators.similarity import embedded_gaussian, gaussian
-from headwise.operators.softmax import softmax
-from headwise.operators.uniform import uniform
+from headwise.operators import (
+    AttentionOperator,
+    add,
+    concatenation,
+    dot_product,
+    embedded_gaussian,
+    gaussian,
+    kronecker,
+    per_head,
+    product,
+    scale,
+    shift,
+    softmax,
+    transpose,
+    uniform,
+)
 from headwise.testing import Case, references
-
-
-def same(name: str, build: Callable, twin: Callable, inputs: Mapping[str, Any] | None = None, **options: Any) -> Case:
-    """A case whose twin takes the same arguments as the builder, options included."""
-    return Case(name, partial(build, **options), inputs or {}, partial(twin, **options))
-
-
-def boolean(*shape: int, seed: int = 0, density: float = 0.6) -> Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < density
-
+from tests.operators.cases_linear import LINEAR
+from tests.operators.cases_positional import CASES_POSITIONAL
+from tests.operators.cases_relative import OFFSET, SHIFT, TOEPLITZ
+from tests.operators.cases_sparse import SPARSE
+from tests.operators.properties import NOTHING, PADDING, boolean, same
 
 # d_v = d_k = 4 is among the widths tried, so the 4-D cases meet the fused kernel at its own shape; the others do not
 HEADS = {"q": (2, 3, 6, 4), "k": (2, 3, 6, 4)}
@@ -46,8 +43,6 @@ FIVE = {"q": (2, 1, 2, 4, 3), "k": (1, 3, 2, 6, 3)}  # batch axes that broadcast
 GROUPED = {"q": (2, 4, 5, 4), "k": (2, 2, 6, 4)}
 ONE = {"q": (2, 1, 4), "k": (2, 1, 4)}  # one token
 
-PADDING = torch.tensor([[True] * 7, [False, True, True, True, True, False, False]])[:, None]  # (b, 1, n)
-NOTHING = torch.tensor([[True] * 7, [False] * 7])[:, None]  # the second sequence has no key at all
 MASK = boolean(2, 1, 5, 7)
 HOLES = MASK & (torch.arange(5) != 3)[:, None]  # row 3 is fully masked
 BIAS = torch.where(boolean(5, 7, seed=1), torch.linspace(-1, 1, 35, dtype=torch.float64).reshape(5, 7), -torch.inf)
@@ -71,22 +66,19 @@ SOFTMAX = [
     _softmax("softmax, mask", inputs=CROSS, pair_mask=MASK),
     _softmax("softmax, fully masked row", inputs=CROSS, pair_mask=HOLES),
     _softmax("softmax, fully masked row, causal", inputs=CROSS, pair_mask=HOLES, causal=True),
-    _softmax("softmax, bias", inputs={**CROSS, "bias": (3, 5, 7)}),
-    _softmax("softmax, bias, causal", inputs={**HEADS, "bias": (6, 6)}, causal=True),
-    _softmax("softmax, bias of -inf", inputs={**CROSS, "bias": BIAS}),
+    _softmax("softmax, bias", inputs={**CROSS, "attn_bias": (3, 5, 7)}),
+    _softmax("softmax, bias, causal", inputs={**HEADS, "attn_bias": (6, 6)}, causal=True),
+    _softmax("softmax, bias of -inf", inputs={**CROSS, "attn_bias": BIAS}),
     Case(
         "softmax, grouped queries",
         softmax,
         GROUPED,
         lambda q, k: references.softmax(q, references.grouped(k, 4)),
     ),
-    Case(
-        "softmax, padding shared by heads",
-        partial(softmax, key_mask=PADDING[:, 0]),
-        CROSS,
-        partial(references.softmax, key_mask=PADDING),
+    _softmax("softmax, padding shared by heads", inputs=CROSS, key_mask=PADDING[:, 0]),
+    _softmax(
+        "softmax, everything", inputs={**CROSS, "attn_bias": (5, 7)}, causal=True, key_mask=PADDING, pair_mask=MASK
     ),
-    _softmax("softmax, everything", inputs={**CROSS, "bias": (5, 7)}, causal=True, key_mask=PADDING, pair_mask=MASK),
 ]
 
 MAPS = {"theta": (3, 4), "phi": (3, 4)}
@@ -111,7 +103,6 @@ DOT_PRODUCT = [
     _dot("dot product, nothing to see", inputs=CROSS, key_mask=NOTHING),
     _dot("dot product, mask", inputs=CROSS, pair_mask=HOLES),
     _dot("dot product, everything", inputs=CROSS, pair_mask=HOLES, key_mask=PADDING, causal=True),
-    same("scaled", scaled, references.scaled, THREE),
 ]
 
 _concatenation = partial(same, build=concatenation, twin=references.concatenation)
@@ -143,41 +134,6 @@ UNIFORM = [
     _uniform("uniform, padding", m=5, n=7, key_mask=PADDING),
     _uniform("uniform, padding, causal", m=5, n=7, key_mask=PADDING, causal=True),
     _uniform("uniform, nothing to see", m=5, n=7, key_mask=NOTHING),
-]
-
-_shift = partial(same, build=shift, twin=references.shift)
-SHIFT = [
-    *(_shift(f"shift, 1-D, {border}", grid=(6,), offset=(2,), border=border) for border in references.BORDERS),
-    *(_shift(f"shift, 2-D, {border}", grid=(3, 4), offset=(1, -2), border=border) for border in references.BORDERS),
-    *(
-        _shift(f"shift, 3-D, {border}", grid=(2, 3, 4), offset=(-1, 0, 3), border=border)
-        for border in references.BORDERS
-    ),
-    _shift("shift, reflect, twice over", grid=(3,), offset=(-7,), border="reflect"),
-    _shift("shift, zeros, out of sight", grid=(3, 2), offset=(0, 9), border="zeros"),
-    _shift("shift, half turn", grid=(6,), offset=(3,)),
-    *(
-        _shift(f"shift, stride, {border}", grid=(5, 6), offset=(-1, 1), border=border, stride=(2, 3), queries=(3, 2))
-        for border in references.BORDERS
-    ),
-]
-
-
-_toeplitz = partial(same, build=toeplitz, twin=references.toeplitz)
-_relative = partial(same, build=toeplitz_softmax, twin=references.toeplitz_softmax)
-WINDOW = torch.where(torch.arange(11).sub(6).abs() <= 1, torch.linspace(-1, 1, 11, dtype=torch.float64), -torch.inf)
-TOEPLITZ = [
-    _toeplitz("toeplitz", inputs={"weights": (11,)}, m=6, n=6),
-    _toeplitz("toeplitz, more keys", inputs={"weights": (2, 3, 11)}, m=5, n=7),
-    _toeplitz("toeplitz, fewer keys", inputs={"weights": (2, 11)}, m=7, n=5),
-    _toeplitz("toeplitz, symmetric", inputs={"weights": torch.arange(-5, 6).abs().double()}, m=6, n=6),
-    _toeplitz("toeplitz, stochastic", inputs={"weights": torch.full((11,), 1 / 7, dtype=torch.float64)}, m=5, n=7),
-    _toeplitz("toeplitz, causal", inputs={"weights": torch.arange(6, -5, -1).clamp(min=0).double()}, m=6, n=6),
-    _relative("toeplitz softmax", inputs={"logits": (11,)}, m=6, n=6),
-    _relative("toeplitz softmax, window", inputs={"logits": WINDOW}, m=7, n=5),
-    _relative("toeplitz softmax, nothing to see", inputs={"logits": (11,)}, m=5, n=7, key_mask=NOTHING),
-    _relative("toeplitz softmax, causal, fewer keys", inputs={"logits": (3, 11)}, m=7, n=5, causal=True),
-    _relative("toeplitz softmax, everything", inputs={"logits": (3, 11)}, m=5, n=7, causal=True, key_mask=PADDING),
 ]
 
 
@@ -251,16 +207,6 @@ COMPOSED = [
     ),
 ]
 
-# everything at once last: it is the variant of each operator that is compiled in the fast tier
+# the last variant of each operator, usually the one with everything at once, is compiled in the fast tier
 EXACT = [*SIMILARITY, *SOFTMAX, *DOT_PRODUCT, *CONCATENATION, *UNIFORM, *SHIFT, *TOEPLITZ, *COMPOSED]
-
-
-def beside() -> Iterator[Case]:
-    """Every list of cases in a file `cases_*.py` beside this one: a family of operators brings its own."""
-    for file in sorted(Path(__file__).parent.glob("cases_*.py")):
-        for value in vars(import_module(f"tests.operators.{file.stem}")).values():
-            if isinstance(value, list):
-                yield from (case for case in value if isinstance(case, Case))
-
-
-CASES = [*EXACT, *beside()]
+CASES = [*EXACT, *OFFSET, *CASES_POSITIONAL, *SPARSE, *LINEAR]

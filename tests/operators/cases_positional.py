@@ -6,8 +6,7 @@ import torch
 
 from headwise.operators.relative.positional import positional
 from headwise.operators.relative.quadratic import bordered, quadratic, tables
-from headwise.testing import Case
-from headwise.testing import references_positional as references
+from headwise.testing import Case, references
 
 SPARSE = torch.tensor([[True, True, False, True, False, True], [False, True, True, False, True, True]])
 EMPTY = torch.tensor([[True] * 6, [False] * 6])
@@ -46,20 +45,20 @@ CASES_POSITIONAL = [
         "quadratic, keys masked",
         lambda centres, log_widths: quadratic((2, 3), centres, log_widths, key_mask=SPARSE[:, None]),
         HEADS,
-        lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths, keep=SPARSE[:, None]),
+        lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths, key_mask=SPARSE[:, None]),
     ),
     Case(
         "quadratic, all keys masked",
         lambda centres, log_widths: quadratic((2, 3), centres, log_widths, key_mask=EMPTY[:, None]),
         HEADS,
-        lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths, keep=EMPTY[:, None]),
+        lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths, key_mask=EMPTY[:, None]),
     ),
     Case(
         "quadratic, three axes, keys masked",
         lambda centres, log_widths: quadratic((2, 3, 2), centres, log_widths, key_mask=torch.arange(12) % 5 != 0),
         {"centres": (3,), "log_widths": (3,)},
         lambda centres, log_widths: references.quadratic(
-            (2, 3, 2), centres, log_widths, keep=torch.arange(12) % 5 != 0
+            (2, 3, 2), centres, log_widths, key_mask=torch.arange(12) % 5 != 0
         ),
     ),
     Case(
@@ -72,7 +71,7 @@ CASES_POSITIONAL = [
         "positional",
         lambda rows, columns: positional([rows, columns]),
         {"rows": (3, 2, 2), "columns": (3, 2, 3)},
-        lambda rows, columns: references.attention(
+        lambda rows, columns: references.positional(
             (2, 2), (2, 3), lambda q, k: rows[..., q[0], k[0]] + columns[..., q[1], k[1]]
         ),
     ),

@@ -1,8 +1,9 @@
-"""What the sparse and linear-cost operators are asked beyond the contract: causality, padding, no n x n tensor."""
+"""Helpers for cases, and properties beyond the contract: causality, padding, no n x n tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,32 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwise.operators.base import AttentionOperator
+from headwise.testing import Case
 
 Builder = Callable[..., AttentionOperator]
+
+
+PADDING = torch.tensor([[True] * 7, [False, True, True, True, True, False, False]])[:, None]  # (b, 1, n)
+NOTHING = torch.tensor([[True] * 7, [False] * 7])[:, None]  # the second sequence has no key at all
+
+
+def same(
+    name: str,
+    build: Callable,
+    twin: Callable,
+    inputs: Mapping[str, Any] | None = None,
+    tolerance: float = 1.0,
+    **options: Any,
+) -> Case:
+    """A case whose twin takes the same arguments as the builder; a key_mask (b, n) has a head axis for the twin."""
+    key_mask = options.get("key_mask")
+    shared = key_mask is not None and key_mask.dim() == 2
+    slow = {**options, "key_mask": key_mask.unsqueeze(1)} if shared else options
+    return Case(name, partial(build, **options), inputs or {}, partial(twin, **slow), tolerance=tolerance)
+
+
+def boolean(*shape: int, seed: int = 0, density: float = 0.6) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < density
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from headwise.errors import DtypeError, HeadwiseError, InputError, NonFiniteErro
 from headwise.operators.base import AttentionOperator
 from headwise.operators.compose import add, kronecker, per_head, product, scale
 from headwise.operators.concatenation import concatenation
-from headwise.operators.dot_product import dot_product, scaled
+from headwise.operators.dot_product import dot_product
 from headwise.operators.relative.shift import shift
 from headwise.operators.similarity import embedded_gaussian, gaussian
 from headwise.operators.softmax import softmax
@@ -38,11 +38,9 @@ BUILDERS: dict[str, Builder] = {
     "gaussian": gaussian,
     "embedded": embedded_gaussian,
     "DotProduct": dot_product,
-    "scaled": scaled,
     "Concatenation": concatenated,
 }
-OWNERS = {"gaussian": "Softmax", "embedded": "(EmbeddedGaussian|Softmax)", "scaled": "DotProduct"}
-MASKED = [name for name in BUILDERS if name != "scaled"]
+OWNERS = {"gaussian": "Softmax", "embedded": "(EmbeddedGaussian|Softmax)"}
 MAY_DIFFER = {("Concatenation", strategies.wrong_width)}  # q and k of two widths are concatenated all the same
 
 
@@ -66,7 +64,7 @@ def test_bad_queries_and_keys(name: str, kind: Callable[[], st.SearchStrategy[Ba
 
 
 @pytest.mark.parametrize("kind", strategies.BAD_MASKS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", BUILDERS)
 @given(data=st.data())
 def test_bad_masks(name: str, kind: Callable[[], st.SearchStrategy[Bad]], data: st.DataObject) -> None:
     bad = data.draw(kind())
@@ -81,7 +79,7 @@ def test_the_same_input_without_the_defect_is_taken(name: str, good: Bad) -> Non
 
 @given(bad=strategies.wrong_bias())
 def test_bad_bias(bad: Bad) -> None:
-    refused(lambda: softmax(bad.q, bad.k, bias=bad.masks["bias"]), "Softmax", *bad.names)
+    refused(lambda: softmax(bad.q, bad.k, **bad.masks), "Softmax", *bad.names)
 
 
 ONE_EACH = {type(case.operator()): case for case in reversed(CASES)}

@@ -83,8 +83,8 @@ def test_bad_padding(name: str, kind: Callable[[], st.SearchStrategy[Bad]], data
 INSTEAD = {
     "a stride longer than the sequence": (lambda q: strided(q, q, 9), r"Strided: stride .* between 1 and n = 8"),
     "a block longer than the sequence": (lambda q: fixed(q, q, 9), r"Fixed: block .* between 1 and n = 8"),
-    "more tokens than keys": (lambda q: window(q, q, 3, tokens=9), r"Window: tokens .* between 0 and n = 8"),
-    "more queries than keys": (lambda q: window(q, q[:5], 3), r"m = 8 .* n has 5; use softmax with a mask"),
+    "more leading keys than keys": (lambda q: window(q, q, 3, leading=9), r"Window: leading .* between 0 and n = 8"),
+    "more queries than keys": (lambda q: window(q, q[:5], 3), r"m = 8 .* n has 5; use softmax with a pair_mask"),
     "a pattern over another sequence": (lambda q: strided(q, q[:5]), r"m has 8, n has 5; use window"),
     "hashing another sequence": (lambda q: hashed(q, q[:5]), r"m has 8, n has 5; use window"),
     "more slots than keys": (lambda q: projected(q, q, dense(torch.ones(9, 8))), r"r = 9 .* n = 8 .* identity\(8\)"),
@@ -102,7 +102,15 @@ INSTEAD = {
     "learned of too high a rank": (lambda q: LearnedBlocks(projected_blocks, 4, 5), r"rank .* block = 4, but is 5"),
     "causal projections": (lambda q: projected(q, q, pooling(8, 2), causal=True), r"use projected_blocks"),
     "a causal double softmax": (lambda q: factored(q, q, pooling(8, 2), causal=True), r"use factored_blocks"),
-    "causal landmarks": (lambda q: nystrom(q, q, 2, causal=True), r"no causal form; use projected_blocks"),
+    "projected blocks that are not causal": (
+        lambda q: projected_blocks(q, q, pooling(8, 2), causal=False),
+        r"is always causal; for causal=False use projected",
+    ),
+    "factored blocks that are not causal": (
+        lambda q: factored_blocks(q, q, pooling(8, 2), causal=False),
+        r"is always causal; for causal=False use factored",
+    ),
+    "causal landmarks": (lambda q: nystrom(q, q, 2, causal=True), r"does not support causal; use projected_blocks"),
 }
 
 

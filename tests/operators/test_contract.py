@@ -1,4 +1,4 @@
-"""Every operator of headwise keeps the contract, in every variant listed in `cases`."""
+"""Every operator keeps the contract, in every variant listed in `cases`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import pkgutil
 
 import pytest
 
-import headwise.operators
-from headwise.operators._kernels.scores import Scores
+import headwise
+from headwise.operators._kernels import limits
 from headwise.operators.base import AttentionOperator
 from headwise.operators.concatenation import Concatenation
 from headwise.operators.dot_product import DotProduct
-from headwise.operators.relative.toeplitz import Toeplitz
-from headwise.operators.relative.toeplitz_softmax import ToeplitzSoftmax
+from headwise.operators.relative.toeplitz import Toeplitz, ToeplitzSoftmax
 from headwise.operators.softmax import Softmax
 from headwise.testing import CHECKS, Case
 from headwise.testing.contract import check_compile, check_trace
@@ -57,16 +56,8 @@ def test_contract_in_a_lowered_graph(case: Case, check: str) -> None:
     COMPILED[check](case, "aot_eager")
 
 
-SMALL_BLOCKS = [
-    ("_kernels.scores", "CHUNK", 14),
-    ("_kernels.scores", "WIDEST", 3),
-    ("softmax", "WIDEST", 3),
-    ("_kernels.row_chunks", "ENTRIES", 14),
-    ("dot_product", "SHORTEST_BLOCK", 2),
-    ("concatenation", "LEAF", 2),
-    ("relative.toeplitz", "SHORT", 0),
-]
-# a causal softmax states its cost in full, while small blocks leave out keys that none of their rows sees
+SMALL_BLOCKS = {"SCORE_ENTRIES": 14, "MAX_COLUMNS": 3, "DIAGONAL_BLOCK": 2, "SHORT_TOEPLITZ": 0}
+# a causal softmax states its cost in full, while small blocks leave out keys that none of their rows attends to
 IN_BLOCKS = [
     (case, check)
     for case in EXACT
@@ -79,16 +70,14 @@ IN_BLOCKS = [
 @pytest.mark.parametrize("case, check", IN_BLOCKS, ids=label)
 def test_contract_in_blocks(case: Case, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, with blocks so small that seven tokens take several: the paths that only long sequences meet."""
-    for module, constant, value in SMALL_BLOCKS:
-        # a package may export a builder under its module's name, so the module is looked up by its full one
-        monkeypatch.setattr(importlib.import_module(f"headwise.operators.{module}"), constant, value)
-    monkeypatch.setattr(Scores.chunks, "__defaults__", (14,))
+    for name, value in SMALL_BLOCKS.items():
+        monkeypatch.setattr(limits, name, value)
     case.check(check)
 
 
 def test_every_final_operator_has_a_case() -> None:
     missing = sorted(final_operators() - {type(case.operator()) for case in CASES}, key=lambda cls: cls.__name__)
-    assert not missing, f"add a line to tests/operators/cases.py for {', '.join(cls.__name__ for cls in missing)}"
+    assert not missing, f"add a line to a case file in tests/operators for {', '.join(cls.__name__ for cls in missing)}"
 
 
 def test_case_names_are_unique() -> None:
@@ -106,13 +95,14 @@ def test_inductor(case: Case) -> None:
 
 
 def final_operators() -> set[type[AttentionOperator]]:
-    """Every class in headwise.operators that is marked @final and is an operator."""
-    for module in pkgutil.walk_packages(headwise.operators.__path__, "headwise.operators."):
-        importlib.import_module(module.name)
+    """Every class of headwise that is marked @final and is an operator, wherever it lives."""
+    for module in pkgutil.walk_packages(headwise.__path__, "headwise."):
+        if "__main__" not in module.name:
+            importlib.import_module(module.name)
     found, queue = set(), [AttentionOperator]
     while queue:
         cls = queue.pop()
         queue.extend(cls.__subclasses__())
-        if cls.__module__.startswith("headwise.operators.") and getattr(cls, "__final__", False):
+        if cls.__module__.startswith("headwise.") and getattr(cls, "__final__", False):
             found.add(cls)
     return found

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
+from functools import partial
 
 import pytest
 import torch
 
 from headwise.errors import NonFiniteError, ShapeError
 from headwise.operators.linear.efficient import efficient
-from headwise.operators.linear.efficient_causal import efficient_causal
-from headwise.operators.linear.factored_blocks import factored_blocks
+from headwise.operators.linear.factored import factored_blocks
 from headwise.operators.linear.projections import dense
-from headwise.testing import references_sparse as twins
+from headwise.testing import references as twins
 from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
 
-# the module, which shares its name with the function in it
-double_softmax = importlib.import_module("headwise.operators._kernels.double_softmax")
+efficient_causal = partial(efficient, causal=True)
 
 
 def test_rows_of_the_causal_form_are_the_plain_form_of_the_past() -> None:
@@ -32,7 +30,7 @@ def test_rows_of_the_causal_form_are_the_plain_form_of_the_past() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_states_carried_from_group_to_group(group: int, n: int, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients are the twin's, however many blocks are worked on together."""
-    monkeypatch.setattr("headwise.operators._kernels.prefix_sums.GROUP", group)
+    monkeypatch.setattr("headwise.operators._kernels.limits.CACHE_ENTRIES", group)
     q, k, v = (x.requires_grad_() for x in draw(3, n, 4).unbind(0))
     pull, e = draw(n, 4, seed=1), draw(16, 64, seed=2) / 8
     key_mask = torch.arange(n) < n - 20 if padded else None
@@ -110,7 +108,7 @@ def test_slices_of_any_size_are_one_double_softmax(rows: int, monkeypatch: pytes
 
     Thirteen rows leave a short last slice, which is where writing a softmax into a strided room goes wrong.
     """
-    monkeypatch.setattr(double_softmax, "ROWS", rows)
+    monkeypatch.setattr("headwise.operators._kernels.limits.CACHE_ENTRIES", rows)
     q, k, v = (x.requires_grad_() for x in draw(3, 2, 13, 4).unbind(0))
     out, expected = efficient(q, k)(v), twins.efficient(q, k) @ v
     torch.testing.assert_close(out, expected)

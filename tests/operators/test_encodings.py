@@ -59,7 +59,7 @@ def test_the_quadratic_encoding_without_content_is_the_quadratic_head() -> None:
     q, bias = four_terms(
         nothing, quadratic_encoding(offsets.double()), index, content=torch.zeros(2, 3, dtype=torch.float64), place=v
     )
-    found = softmax(q, nothing, bias=bias).dense()
+    found = softmax(q, nothing, attn_bias=bias).dense()
     expected = quadratic((3, 4), centres, log_width(alpha).unsqueeze(-1)).dense()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 

@@ -1,4 +1,4 @@
-"""Near keys one by one, far ones through features: what the contract does not ask."""
+"""Near keys one by one, far ones through features: properties beyond the contract."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from headwise.errors import ShapeError, UnsupportedError
 from headwise.operators.linear.near_far import near_far
 from headwise.operators.softmax import softmax
-from headwise.testing.references_near_far import near_far as twin
+from headwise.testing.references import near_far as twin
 from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
 
 
@@ -21,7 +21,7 @@ def features(r: int = 2, width: int = 4) -> tuple[torch.Tensor, torch.Tensor, to
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_length(n: int, causal: bool) -> None:
     q, k, v = draw(3, 2, n, 4).unbind(0)
-    options = {"block": 4, "first": min(1, n - 1), "causal": causal}
+    options = {"block": 4, "leading": min(1, n - 1), "causal": causal}
     torch.testing.assert_close(near_far(q, k, *features(), **options)(v), twin(q, k, *features(), **options) @ v)
 
 
@@ -41,10 +41,10 @@ def test_keys_far_below_the_largest_are_not_lost() -> None:
 
 
 def test_no_look_ahead() -> None:
-    assert_no_look_ahead(lambda q, k: near_far(q, k, *features(), block=8, first=2, causal=True), 90)
+    assert_no_look_ahead(lambda q, k: near_far(q, k, *features(), block=8, leading=2, causal=True), 90)
 
 
-@pytest.mark.parametrize("options", [{"block": 8}, {"block": 7, "first": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"block": 8}, {"block": 7, "leading": 2}], ids=str)
 def test_padding_is_absence(options: dict) -> None:
     build = lambda q, k, key_mask=None: near_far(q, k, *features(), key_mask=key_mask, **options)  # noqa: E731
     assert_padding_is_absence(build, 150, 131)
@@ -53,7 +53,7 @@ def test_padding_is_absence(options: dict) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_square(causal: bool) -> None:
     a, b, c = (x.float() for x in features())
-    assert_no_square(lambda q, k: near_far(q, k, a, b, c, block=16, first=1, causal=causal))
+    assert_no_square(lambda q, k: near_far(q, k, a, b, c, block=16, leading=1, causal=causal))
 
 
 def test_refusals() -> None:

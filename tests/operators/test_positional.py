@@ -12,7 +12,7 @@ from headwise.operators.claims import Claim
 from headwise.operators.relative.positional import positional
 from headwise.operators.relative.quadratic import bordered, log_width, quadratic, rotated, tables
 from headwise.operators.relative.shift import Border, shift
-from headwise.testing import references_positional as references
+from headwise.testing import references
 from headwise.testing.contract import normal
 
 

@@ -7,11 +7,9 @@ import torch
 
 from headwise.errors import ShapeError, UnsupportedError
 from headwise.operators.linear.efficient import efficient
-from headwise.operators.linear.factored import factored
-from headwise.operators.linear.factored_blocks import factored_blocks
+from headwise.operators.linear.factored import factored, factored_blocks
 from headwise.operators.linear.nystrom import nystrom
-from headwise.operators.linear.projected import projected
-from headwise.operators.linear.projected_blocks import projected_blocks
+from headwise.operators.linear.projected import projected, projected_blocks
 from headwise.operators.linear.projections import (
     CountSketch,
     convolution,
@@ -22,7 +20,7 @@ from headwise.operators.linear.projections import (
     pooling,
 )
 from headwise.operators.softmax import softmax
-from headwise.testing import references_sparse as twins
+from headwise.testing import references as twins
 from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
 
 
@@ -101,7 +99,7 @@ def test_sketches_preserve_inner_products_on_average(make) -> None:
     assert (error.abs() <= 5 * gram.std(0) / 20 + 1e-6).all()
 
 
-def test_the_sources_own_projection_collapses() -> None:
+def test_the_projection_of_the_paper_collapses() -> None:
     """E = delta R with delta -> 0 makes L uniform, so that every row of the output is the same vector."""
     q, k, v = draw(3, 64, 8).unbind(0)
     r = draw(16, 64, seed=1) / 4
@@ -150,7 +148,7 @@ def test_refusals() -> None:
         projected(q, q, pooling(6, 2), causal=True)
     with pytest.raises(UnsupportedError, match="use factored_blocks"):
         factored(q, q, pooling(6, 2), causal=True)
-    with pytest.raises(UnsupportedError, match="no causal form; use"):
+    with pytest.raises(UnsupportedError, match="does not support causal; use"):
         nystrom(q, q, 2, causal=True)
     with pytest.raises(ShapeError, match="axis 'r' must agree, but e has 3, f has 2"):
         projected(q, q, pooling(6, 2), pooling(6, 3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 
@@ -13,17 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headwise.errors import DtypeError, HeadwiseError, NonFiniteError, ShapeError
-from headwise.operators._kernels import row_chunks
+from headwise.operators._kernels import limits
 from headwise.operators.claims import Claim
 from headwise.operators.concatenation import concatenation
-from headwise.operators.dot_product import dot_product, scaled
+from headwise.operators.dot_product import dot_product
 from headwise.operators.similarity import attend, embedded_gaussian, gaussian
 from headwise.operators.softmax import Softmax
 from headwise.testing import assert_operator, references
 
 # the package has builders of these names
-concatenation_module = importlib.import_module("headwise.operators.concatenation")
-dot_product_module = importlib.import_module("headwise.operators.dot_product")
 T, F = True, False
 PADDING = torch.tensor([[T, T, T, T, T, T, T], [F, F, T, T, F, T, F]])
 MASK = torch.rand(3, 1, 7, generator=torch.Generator().manual_seed(0)) < torch.linspace(0, 1, 9)[:, None]
@@ -32,9 +29,8 @@ MASK = torch.rand(3, 1, 7, generator=torch.Generator().manual_seed(0)) < torch.l
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that a handful of tokens takes many of them."""
-    monkeypatch.setattr(concatenation_module, "LEAF", 2)
-    monkeypatch.setattr(dot_product_module, "SHORTEST_BLOCK", 2)
-    monkeypatch.setattr(row_chunks, "ENTRIES", 40)
+    monkeypatch.setattr(limits, "DIAGONAL_BLOCK", 2)
+    monkeypatch.setattr(limits, "SCORE_ENTRIES", 40)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -145,10 +141,9 @@ def test_the_gaussians_are_softmax_with_scale_one() -> None:
     torch.testing.assert_close(embedded_gaussian(q, k).dense(), gaussian(q, k).dense())
 
 
-def test_scaled_is_dot_product_is_two_factors() -> None:
+def test_dot_product_is_two_factors() -> None:
     q, k = normal(2, 5, 4), normal(2, 7, 4, seed=1)
     factors = (q / math.sqrt(7)) @ (k / math.sqrt(7)).mT
-    torch.testing.assert_close(scaled(q, k).dense(), factors)
     torch.testing.assert_close(dot_product(q, k).dense(), factors)
 
 
@@ -205,7 +200,7 @@ def test_blocks_are_computed_again_in_the_backward_pass(monkeypatch: pytest.Monk
     q, k, v, pair_mask = normal(8, 2), normal(8, 2, seed=1), normal(8, 3), torch.rand(8, 8) < 0.7
     q.requires_grad_()
     whole = torch.autograd.grad(dot_product(q, k, pair_mask=pair_mask)(v).square().sum(), q)
-    monkeypatch.setattr(row_chunks, "ENTRIES", 16)
+    monkeypatch.setattr(limits, "SCORE_ENTRIES", 16)
     in_blocks = torch.autograd.grad(dot_product(q, k, pair_mask=pair_mask)(v).square().sum(), q)
     torch.testing.assert_close(in_blocks, whole)
     functional = torch.func.grad(lambda q: dot_product(q, k, pair_mask=pair_mask)(v).square().sum())(q.detach())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.operators._kernels.scores import Scores, attend_with_lse, attend_with_lse_in_chunks
+from headwise.operators._kernels.scores import attend_with_lse, attend_with_lse_in_chunks
 from headwise.operators.softmax import Softmax, softmax
 from headwise.testing import Case, references
 from tests.operators.cases import SIMILARITY, SOFTMAX
@@ -37,8 +37,7 @@ def label(value: object) -> str:
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test runs once as it is and once with blocks so small that seven keys take several."""
     if request.param == "in blocks":
-        monkeypatch.setattr("headwise.operators._kernels.scores.CHUNK", 14)
-        monkeypatch.setattr(Scores.chunks, "__defaults__", (14,))
+        monkeypatch.setattr("headwise.operators._kernels.limits.SCORE_ENTRIES", 14)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -60,7 +59,7 @@ def test_gradient_of_measure(case: Case, measure: str) -> None:
     leaves = [x.requires_grad_() for x in tensors.values() if x.dtype.is_floating_point]
     found, expected = fast(build(case, **tensors)), slow(case.matrix(tensors))
     pull = torch.linspace(0.5, 1.5, found.numel(), dtype=torch.float64).reshape(found.shape)
-    if measure == "frobenius":  # a square root has no slope at zero, where a whole matrix is silenced
+    if measure == "frobenius":  # a square root has no slope at zero, where a whole matrix is masked
         pull = pull * (expected.detach() > 0)
     options = {"allow_unused": True, "materialize_grads": True}
     gradients = torch.autograd.grad(found, leaves, pull, **options)

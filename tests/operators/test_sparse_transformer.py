@@ -10,7 +10,7 @@ from headwise.operators._kernels.sparse_blocks import BlockOperator, plain, plai
 from headwise.operators.softmax import softmax
 from headwise.operators.sparse.fixed import fixed, fixed_steps
 from headwise.operators.sparse.strided import strided, strided_steps
-from headwise.testing import references_sparse as twins
+from headwise.testing import references as twins
 from tests.operators.properties import assert_no_look_ahead, assert_no_square, assert_padding_is_absence, draw
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 
@@ -13,23 +12,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import DtypeError, HeadwiseError, NonFiniteError, ShapeError
-from headwise.operators._kernels import row_chunks
+from headwise.operators._kernels import limits
 from headwise.operators.claims import Claim
-from headwise.operators.relative.toeplitz import toeplitz
-from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.relative.toeplitz import toeplitz, toeplitz_softmax
 from headwise.testing import assert_operator, references
 
 T, F = True, False
 PADDING = torch.tensor([[T, T, T, T, T, T, T], [F, F, T, T, F, T, F]])
 INFINITY = math.inf
-toeplitz_module = importlib.import_module("headwise.operators.relative.toeplitz")
 
 
 @pytest.fixture(params=["by transforms", "by rows"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of computing, on sizes a loop can check."""
-    monkeypatch.setattr(toeplitz_module, "SHORT", 0 if request.param == "by transforms" else 256)
-    monkeypatch.setattr(row_chunks, "ENTRIES", 60)
+    monkeypatch.setattr(limits, "SHORT_TOEPLITZ", 0 if request.param == "by transforms" else 256)
+    monkeypatch.setattr(limits, "SCORE_ENTRIES", 60)
     return request.param
 
 
@@ -61,8 +58,8 @@ def test_contract_of_softmax(path: str, m: int) -> None:
 @given(m=st.integers(1, 12), n=st.integers(1, 12), rows=st.booleans(), causal=st.booleans(), keys=st.integers(0, 4095))
 def test_every_size(m: int, n: int, rows: bool, causal: bool, keys: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(toeplitz_module, "SHORT", 256 if rows else 0)
-        patch.setattr(row_chunks, "ENTRIES", 20)
+        patch.setattr(limits, "SHORT_TOEPLITZ", 256 if rows else 0)
+        patch.setattr(limits, "SCORE_ENTRIES", 20)
         w, key_mask = torch.randn(m + n - 1, dtype=torch.float64), torch.tensor([bool(keys >> j & 1) for j in range(n)])
         w = torch.where(w > 1, -INFINITY, w)
         v, u = torch.randn(n, 2, dtype=torch.float64), torch.randn(m, 2, dtype=torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise.models import intercept
 from headwise.operators.sparse.hashed import random_rotations
 from headwise.replacement import Choice, Plan
-from headwise.testing import references, references_combined, references_near_far, references_sparse
+from headwise.testing import references
 
 
 def describe(model: nn.Module, batch: dict) -> dict[str, dict]:
@@ -19,8 +19,8 @@ def describe(model: nn.Module, batch: dict) -> dict[str, dict]:
     found: dict[str, dict] = {}
 
     def see(call) -> None:
-        shape = call.scores.q.shape
-        found[call.name] = {"heads": shape[-3], "width": shape[-1], "causal": call.causal}
+        shape = call.q.shape
+        found[call.site] = {"heads": shape[-3], "width": shape[-1], "causal": call.causal}
 
     with torch.no_grad(), intercept(model, see):
         model(**batch)
@@ -92,30 +92,30 @@ def written_out(
         return references.normalised(references.matrix(m, n, logit), references.visible(m, n, **masks))
     if choice.kind == "window":
         leading = min(int(given["leading"]), n)
-        return references_sparse.window(usual, k, int(given["width"]), tokens=leading, **masks)
+        return references.window(usual, k, int(given["width"]), leading=leading, **masks)
     if choice.kind == "nystrom":
-        return references_sparse.nystrom(usual, k, min(int(given["landmarks"]), n), key_mask=key_mask)
+        return references.nystrom(usual, k, min(int(given["landmarks"]), n), key_mask=key_mask)
     if choice.kind == "projected":
-        return references_sparse.projected(usual, k, own["e"][:, :n], own["f"][:, :n], key_mask=key_mask)
+        return references.projected(usual, k, own["e"][:, :n], own["f"][:, :n], key_mask=key_mask)
     if choice.kind == "efficient":
-        return references_sparse.efficient(q, k, scale=scale * given["sharpness"], **masks)
+        return references.efficient(q, k, scale=scale * given["sharpness"], **masks)
     if choice.kind == "factored":
         factor = scale * given["sharpness"] * math.sqrt(q.shape[-1])
-        return references_sparse.factored(factor * q, factor * k, own["e"][:, :n], own["f"][:, :n], key_mask=key_mask)
+        return references.factored(factor * q, factor * k, own["e"][:, :n], own["f"][:, :n], key_mask=key_mask)
     if choice.kind == "window_low_rank":
         e, f = own["e"][:, :n], own["f"][:, :n]
         leading = min(int(given["leading"]), n)
-        return references_combined.window_low_rank(
-            q, k, int(given["width"]), e, f, own["bias"], tokens=leading, scale=scale, key_mask=key_mask
+        return references.window_low_rank(
+            q, k, int(given["width"]), e, f, own["bias"], leading=leading, scale=scale, key_mask=key_mask
         )
     if choice.kind == "near_far":
         a, b, c = own["a"], own["b"], own["c"]
         block, leading = int(given["block"]), min(int(given["leading"]), n - 1)
-        return references_near_far.near_far(q, k, a, b, c, block=block, first=leading, scale=scale, **masks)
+        return references.near_far(q, k, a, b, c, block=block, leading=leading, scale=scale, **masks)
     if choice.kind == "hashed":
         rounds, chunk = int(given["rounds"]), int(given["chunk"])
         rotations = random_rotations(q.shape[-1], n / chunk, rounds, generator=torch.Generator().manual_seed(0))
         # the hash is of q and k as they are; the scores have a scale
         root = math.sqrt(scale * math.sqrt(q.shape[-1]))
-        return references_sparse.hashed(root * q, root * k, rotations, chunk=min(chunk, n), **masks)
+        return references.hashed(root * q, root * k, rotations, chunk=min(chunk, n), **masks)
     raise ValueError(choice.kind)

@@ -238,10 +238,9 @@ def test_a_decoder_gets_causal_operators_and_is_judged_by_its_loss() -> None:
 
 
 def test_the_examination_page_gets_a_view_of_the_plan(plan: Plan, model: nn.Module, tmp_path: Path) -> None:
-    from headwise.examination.examine import examine
-    from headwise.examination.report.page import add_plan, write
+    from headwise.examination import add_plan, examine, write_report
 
-    write(examine(model, batches()[:1]), tmp_path)
+    write_report(examine(model, batches()[:1]), tmp_path)
     before = (tmp_path / "report.json").read_text()
     page = add_plan(tmp_path, plan.to_dict()).read_text()
     data = page.partition('id="data">')[2].partition("</script>")[0]

@@ -1,4 +1,4 @@
-"""Every check of the contract catches the operator that breaks it, and says which one and by how much."""
+"""Every check of the contract detects an operator that violates it, and names the operator and the error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INPUTS = {"p": (2, 3, 4)}
 
 @dataclass(frozen=True, eq=False)
 class Honest(AttentionOperator):
-    """P kept as a matrix; the broken operators below each differ from it in one thing."""
+    """P as a dense matrix; each broken operator below differs from it in one method."""
 
     p: Tensor
 
@@ -153,14 +153,14 @@ BROKEN = [
     ("linear", Affine, "linear: error"),
     ("adjoint", WrongAdjoint, r"adjoint: <Pv, u> = <v, P\^T u> at width 1: error"),
     ("dense", WrongDense, r"dense = apply\(I\): error"),
-    ("claims", Boastful, "claims: says STOCHASTIC .* but is .* from it, tolerance 1.0e-09"),
+    ("claims", Boastful, "claims: declares STOCHASTIC .* but the error is .*, tolerance 1.0e-09"),
     ("values", WrongAdjoint, "values of adjoint"),
     ("values", Affine, "values of apply"),
     ("gradients", Detached, "gradient of apply at width 1 with respect to p"),
     ("gradients", DetachedAdjoint, "gradient of adjoint at width 1 with respect to p"),
-    ("cost", Cheap, r"cost: cost\(1\) states 23 multiply-adds, but 24 were done"),
-    ("cost", Dear, r"cost: cost\(1\) states 25 multiply-adds, but 24 were done"),
-    ("cost", DearAdjoint, r"cost: adjoint_cost\(1\) states 48 multiply-adds, but 24 were done"),
+    ("cost", Cheap, r"cost: cost\(1\) states 23 multiply-adds, but matrix products need 24"),
+    ("cost", Dear, r"cost: cost\(1\) states 25 multiply-adds, but matrix products need 24"),
+    ("cost", DearAdjoint, r"cost: adjoint_cost\(1\) states 48 multiply-adds, but matrix products need 24"),
     ("broadcast", Unbatched, "broadcast: raised ValueError"),
     ("vmap", NoVmap, "vmap: raised RuntimeError"),
     ("compile", GraphBreak, "compile: raised Unsupported"),
@@ -169,15 +169,15 @@ BROKEN = [
     ("strides", ClonesStrides, "strides: apply with tensors stored by columns: error"),
     ("compile", WrongUnderCompile, r"compile \(aot_eager\) of apply: error"),
     ("half", PoorInHalf, "half: apply at width 1: error .*, tolerance 1.0e-02 in torch.float16"),
-    ("half", WidensHalf, "half: apply of torch.bfloat16 gives torch.float32"),
+    ("half", WidensHalf, "half: apply of torch.bfloat16 returns torch.float32"),
     ("copies", ForgetsWhenCopied, "copies: deepcopy: error"),
     ("copies", ForgetsWhenSaved, "copies: torch.save and load: error"),
-    ("repeatable", Restless, "repeatable: apply twice gives two answers"),
+    ("repeatable", Restless, "repeatable: two calls of apply differ"),
 ]
 
 
 @pytest.mark.parametrize("check, broken, message", BROKEN, ids=lambda x: getattr(x, "__name__", None))
-def test_a_broken_operator_is_caught(check: str, broken: type[Honest], message: str) -> None:
+def test_a_broken_operator_is_detected(check: str, broken: type[Honest], message: str) -> None:
     with pytest.raises(ContractError, match=f"^{broken.__name__}: {message}"):
         Case(broken.__name__, broken, INPUTS, lambda p: p).check(check)
 
@@ -190,12 +190,12 @@ def test_an_honest_operator_passes() -> None:
     assert_operator(Honest, INPUTS, reference=lambda p: p)
 
 
-def test_a_wrong_twin_is_caught() -> None:
-    with pytest.raises(ContractError, match="Honest: dense = the twin: error"):
+def test_a_wrong_reference_is_detected() -> None:
+    with pytest.raises(ContractError, match="Honest: dense = reference: error"):
         assert_operator(Honest, INPUTS, reference=lambda p: p + 1e-8)
 
 
-def test_without_a_twin_the_operator_is_held_to_its_own_matrix() -> None:
+def test_without_a_reference_the_operator_is_compared_with_its_own_matrix() -> None:
     assert_operator(Honest, INPUTS)
     with pytest.raises(ContractError, match="Affine: linear"):
         assert_operator(Affine, INPUTS)
@@ -219,8 +219,8 @@ def test_a_learned_builder_keeps_its_state() -> None:
         assert_operator(Forgetful(), INPUTS)
 
 
-def test_a_check_can_be_left_out_by_name_and_only_by_name() -> None:
-    assert_operator(Boastful, INPUTS, reference=lambda p: p, skip={"claims": "it boasts"})
+def test_checks_are_skipped_by_name() -> None:
+    assert_operator(Boastful, INPUTS, reference=lambda p: p, skip={"claims": "declares a property it does not have"})
     with pytest.raises(ContractError, match=r"Boastful: skip names \['claim'\]"):
         assert_operator(Boastful, INPUTS, skip={"claim": "misspelt"})
 

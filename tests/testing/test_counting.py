@@ -1,4 +1,4 @@
-"""The counter sees every matrix product by its definition, and weighted sums as sums."""
+"""Counted multiply-adds of matrix products and sums, and traced memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_copies_additions_and_exponentials_are_free() -> None:
     assert (count.products, count.sums) == (0, 0)
 
 
-def test_counting_leaves_gradients_off_and_results_alone() -> None:
+def test_counting_disables_gradients_and_does_not_change_results() -> None:
     out: list[torch.Tensor] = []
     weight = torch.ones(4, 4, requires_grad=True)
     count_multiply_adds(lambda: out.append(A @ weight))

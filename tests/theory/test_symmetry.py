@@ -131,7 +131,7 @@ def test_a_convolution_commutes_with_translations_and_with_nothing_else(dims: in
         (3, {"dilation": 2, "padding": 2}, 2),
         (3, {"padding_mode": "reflect"}, 1),
         (3, {"padding_mode": "replicate"}, 1),
-        (5, {"padding": 0}, 1),  # a smaller output; only what the roll brought around the corner is new to it
+        (5, {"padding": 0}, 1),  # a smaller output; only positions at the seam differ
         (3, {"padding": 0}, 1),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_strided_convolution_moves_its_output_by_one_where_the_input_moves_by_
     assert check_equivariance(circular, translations(2, stride=2), x, axes="grid").holds
 
 
-def test_depth_compounds_the_border_and_a_grid_without_interior_is_not_excused() -> None:
+def test_layers_widen_the_border_and_a_grid_without_interior_is_broken() -> None:
     stack = nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv1d(2, 2, 5, padding=2)).eval()
     report = check_equivariance(stack, translations(2), torch.randn(1, 2, 40), axes="grid")
     assert (report.verdict, report.border_width) == (BORDER_ONLY, 3)
@@ -158,20 +158,20 @@ def test_depth_compounds_the_border_and_a_grid_without_interior_is_not_excused()
     assert (small.verdict, small.border_width) == (BROKEN, None)
 
 
-def test_a_window_is_border_only_and_a_relative_bias_on_a_circle_is_kept() -> None:
+def test_window_attention_is_border_only_and_a_cyclic_relative_bias_is_equivariant() -> None:
     n, x = 20, torch.randn(2, 20, 12)
     layer = MultiHead(12, 3).eval()
     apart = (torch.arange(n)[:, None] - torch.arange(n)).abs()
     window = check_equivariance(layer, translations(2), x, call=lambda m, x: m(x, pair_mask=apart <= 2))
     assert (window.verdict, window.border_width) == (BORDER_ONLY, 2), window
     relative = torch.randn(n)[(torch.arange(n)[:, None] - torch.arange(n)) % n]
-    biased: Any = lambda m, x: m(x, bias=relative.to(x.dtype))  # noqa: E731
+    biased: Any = lambda m, x: m(x, attn_bias=relative.to(x.dtype))  # noqa: E731
     assert check_equivariance(layer, translations(2), x, call=biased).holds
     assert check_equivariance(layer, permutations(), x, call=biased).verdict is BROKEN
     assert check_equivariance(layer, translations(2), x, call=lambda m, x: m(x, causal=True)).verdict is BROKEN
 
 
-def test_a_symmetric_kernel_commutes_with_flips_and_turns_whatever_the_padding() -> None:
+def test_a_symmetric_kernel_commutes_with_flips_and_rotations_for_every_padding() -> None:
     layer: Any = conv(2, 3)
     with torch.no_grad():
         by_distance = torch.tensor([[2, 1, 2], [1, 0, 1], [2, 1, 2]])
@@ -182,8 +182,8 @@ def test_a_symmetric_kernel_commutes_with_flips_and_turns_whatever_the_padding()
 
 
 @pytest.mark.parametrize("sides", [(9,), (9, 9), (8, 9)])
-def test_places_that_stay_where_they_are_are_no_evidence(sides: tuple[int, ...]) -> None:
-    """A function of the place alone agrees with its flip in the middle row, and has no symmetry."""
+def test_positions_that_do_not_move_are_no_evidence(sides: tuple[int, ...]) -> None:
+    """A function of the position alone equals its flip in the middle row, but has no symmetry."""
     place = torch.randn(1, 1, *sides)
     groups = [flips(), quarter_turns()] if len(set(sides)) == 1 and len(sides) > 1 else [flips()]
     for group in groups:
@@ -203,7 +203,7 @@ def test_a_defect_in_the_middle_is_not_a_border() -> None:
 
 
 @pytest.mark.parametrize("strength, verdict", [(1e-4, APPROXIMATE), (1e-7, APPROXIMATE), (1.0, BROKEN)])
-def test_a_small_break_is_told_from_rounding_even_below_what_float32_can_see(
+def test_a_small_violation_is_distinguished_from_rounding_even_below_float32_precision(
     strength: float, verdict: Symmetry
 ) -> None:
     layer = Moved(MultiHead(12, 3), strength * torch.randn(9, 12)).eval()
@@ -223,13 +223,13 @@ def test_exact_means_bit_for_bit() -> None:
     assert torch.finfo(torch.float32).eps <= report.floor < 1e-5
 
 
-def test_a_symmetry_that_the_dtype_is_too_coarse_to_see_broken_is_not_exact() -> None:
+def test_a_violation_below_the_precision_of_the_dtype_is_not_exact() -> None:
     layer = Moved(nn.Identity(), 1e-6 * torch.rand(9, 12)).eval().to(torch.bfloat16)
     report = check_equivariance(layer, permutations(), torch.randn(2, 9, 12).to(torch.bfloat16) + 4)
     assert report.verdict is APPROXIMATE, report
 
 
-def test_a_module_that_stays_in_float32_inside_is_judged_by_float32() -> None:
+def test_the_threshold_of_a_module_with_float32_parts_is_that_of_float32() -> None:
     class Norm(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x.float() - x.float().mean(-2, keepdim=True)).to(x.dtype)
@@ -241,7 +241,7 @@ def test_a_module_that_stays_in_float32_inside_is_judged_by_float32() -> None:
     assert broken.verdict is BROKEN
 
 
-def test_a_function_that_cannot_run_in_float64_is_judged_by_an_assumed_floor() -> None:
+def test_rounding_is_assumed_for_a_function_that_cannot_run_in_float64() -> None:
     layer = MultiHead(12, 3).eval()
     report = check_equivariance(lambda x: layer(x), permutations(), torch.randn(2, 9, 12))
     assert report.verdict is ROUNDING, report
@@ -253,7 +253,7 @@ def test_integer_ids_are_permuted_along_their_only_axis() -> None:
     assert check_equivariance(model, permutations(), torch.arange(18).reshape(2, 9)).holds
 
 
-def test_training_mode_is_warned_of_and_reported_and_nothing_is_changed() -> None:
+def test_training_mode_gives_a_warning_and_the_module_does_not_change() -> None:
     model = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before, x = {k: v.clone() for k, v in model.state_dict().items()}, grid(1)
     torch.manual_seed(1)
@@ -271,18 +271,18 @@ def test_training_mode_is_warned_of_and_reported_and_nothing_is_changed() -> Non
     assert check_equivariance(model.eval(), permutations(), x, axes="grid").holds
 
 
-def test_chance_is_not_taken_for_rounding() -> None:
-    """Noise makes two runs differ by as much as a broken symmetry; as a floor it would excuse anything."""
+def test_randomness_is_not_mistaken_for_rounding() -> None:
+    """Noise makes two runs differ by as much as a broken symmetry, so it must not raise the threshold."""
 
     def noisy(x: Tensor) -> Tensor:
-        return x.float() * torch.rand_like(x).float()  # other numbers in another dtype
+        return x.float() * torch.rand_like(x).float()  # different random numbers in each run
 
     report = check_equivariance(noisy, permutations(), torch.randn(2, 9, 12))
     assert report.verdict is BROKEN, report
     assert report.to_verdict().failed_premises == ("two runs on one input agree",)
 
 
-def test_a_constant_input_shows_nothing_and_the_verdict_says_so() -> None:
+def test_a_constant_input_fails_the_premises() -> None:
     report = check_equivariance(conv(1, 3, "circular"), permutations(), torch.ones(1, 2, 12), axes="grid")
     assert not report.moved
     assert report.to_verdict().failed_premises == ("every element moves the input",)
@@ -300,7 +300,7 @@ def test_the_report_is_plain_data() -> None:
     assert "BORDER ONLY, border 1 wide; worst translation" in str(report)
 
 
-def test_how_many_elements_a_group_tries() -> None:
+def test_number_of_elements_of_each_group() -> None:
     def names(group: SymmetryGroup, *sizes: int) -> list[str]:
         return [element.name for element in group.elements(sizes)]
 
@@ -314,7 +314,7 @@ def test_how_many_elements_a_group_tries() -> None:
     assert len(names(flips(), 4, 4, 4)) == 7
 
 
-def test_elements_do_what_they_say() -> None:
+def test_elements_act_as_named() -> None:
     x = torch.arange(6.0).reshape(1, 1, 2, 3)
     where = (2, 3)
     assert torch.equal(flips().elements((2, 3))[1].act(x, where)[0, 0], torch.tensor([[2.0, 1, 0], [5, 4, 3]]))
@@ -374,6 +374,6 @@ def test_depth_counts_steps_from_the_edge_and_from_the_seam() -> None:
         (lambda: translations(0), InputError, "max_shift and stride"),
     ],
 )
-def test_bad_input_gets_a_sentence(call, error: type[Exception], sentence: str) -> None:
+def test_bad_input_is_reported(call, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         call()

@@ -183,16 +183,15 @@ def _captured(model: str, length: int | None) -> list[tuple[Any, Any, Any]]:
     import torch
 
     from headwise.models.inputs import text_input
-    from headwise.models.intercept import Call, intercept
+    from headwise.models.intercept import AttentionCall, intercept
     from headwise.models.load import load_model
 
     loaded = load_model(model)
     layers = []
 
-    def store(call: Call) -> None:
-        q, k = call.scores.q, call.scores.k
-        if call.kind == "self" and call.scores.bias is None:
-            layers.append((q * (call.scores.scale * math.sqrt(q.shape[-1])), k.clone(), call.v.clone()))
+    def store(call: AttentionCall) -> None:
+        if call.kind == "self" and call.mask.attn_bias is None:
+            layers.append((call.q * (call.scale * math.sqrt(call.q.shape[-1])), call.k.clone(), call.v.clone()))
 
     batch = text_input(loaded, None, length=length, texts=1).batches[0]
     with torch.no_grad(), intercept(loaded.model, store):

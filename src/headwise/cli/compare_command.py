@@ -37,9 +37,9 @@ def run(argv: list[str]) -> int:
         which, other = (options.a, options.b) if models[0] else (options.b, options.a)
         raise InputError(f"{which} is a model and {other} is not; compare two models, or two examinations")
 
-    from headwise.examination.compare import compare, read
+    from headwise.examination import compare_examinations, read_report
 
-    found = compare(read(options.a), read(options.b))
+    found = compare_examinations(read_report(options.a), read_report(options.b))
     if options.json:
         print(json.dumps(found.to_dict()))
         return 0
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
         (
             change.layer,
             str(change.head),
-            change.before if change.before == change.after else f"{change.before} → {change.after}",
+            change.kind_a if change.kind_a == change.kind_b else f"{change.kind_a} → {change.kind_b}",
             change.measure.replace("_", " "),
             f"{change.a:.3g}",
             f"{change.b:.3g}",

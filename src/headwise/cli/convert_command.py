@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from headwise.cli.options import add_output
 from headwise.errors import InputError
 
 
@@ -20,7 +21,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "model", metavar="MODEL", help="an exported program (MODEL.pt2), or python:module:factory, which runs your code"
     )
-    parser.add_argument("-o", "--out", required=True, metavar="OUT", type=Path, help="file to write: .pt2 or .pt")
+    add_output(parser, metavar="OUT", required=True, help="file to write: .pt2 or .pt")
     parser.add_argument("--soft", type=float, metavar="ALPHA", help="quadratic softmax heads with trainable centres")
     parser.add_argument("--input", metavar="SIZES", help="shape of an input to run and export with, such as 1,3,32,32")
     parser.add_argument("--json", action="store_true", help="print the receipt as JSON")
@@ -33,7 +34,7 @@ def run(argv: list[str]) -> int:
 
         print(json_text(receipt.to_json(), indent=2))
     else:
-        _table(receipt, options.out)
+        _print_receipt(receipt, options.out)
     return 1 if receipt.left else 0
 
 
@@ -90,26 +91,26 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _table(receipt: Any, out: Path) -> None:
+def _print_receipt(receipt: Any, out: Path) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=f"{receipt.what}: {len(receipt.parts)} convolutions are now attention", title_justify="left")
-    for heading in ("layer", "parameters", "multiply-adds before", "after", "largest change", "largest output"):
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
-    for part in (*receipt.parts, receipt) if receipt.parts else (receipt,):
-        is_total = part is receipt
-        table.add_row(
-            "whole model" if is_total and receipt.parts else part.what,
+    from headwise.cli.tables import print_table
+
+    title = f"{receipt.what}: {len(receipt.parts) or 1} convolutions are now attention"
+    headings = ("layer", "parameters", "multiply-adds", "after", "change", "output")  # the last two: largest values
+    rows = [
+        (
+            "whole model" if part is receipt and receipt.parts else part.what,
             f"{part.parameters_after:,}",
             f"{part.cost_before.multiply_adds:,}",
             f"{part.cost_after.multiply_adds:,}",
             f"{part.largest_change:.1e}",
             f"{part.scale:.3g}",
-            style="bold" if is_total else None,
         )
+        for part in (*receipt.parts, receipt)
+    ]
+    print_table(title, headings, rows, bold=-1)
     console = Console()
-    console.print(table)
     for entry in receipt.left:
         console.print(f"not converted: {entry.what}: {entry.why}")
     for note in {note: None for part in (receipt, *receipt.parts) for note in part.notes}:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headwise.cli.options import (
     add_inputs,
@@ -46,9 +46,9 @@ def run(argv: list[str]) -> int:
         raise
     if rank != 0:
         return 0
-    from headwise.examination.report.page import write
+    from headwise.examination import write_report
 
-    files = write(examination, out)
+    files = write_report(examination, out)
     shutil.rmtree(_partial(out), ignore_errors=True)
     if options.json:
         print(json.dumps({"report": str(files[0]), "json": str(files[1]), **examination.to_dict()}, allow_nan=False))
@@ -79,18 +79,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _examine(options: argparse.Namespace, out: Path, command: str, rank: int, processes: int) -> Examination:
-    from headwise.examination.examine import examine
+    from headwise.examination import examine, with_depth
+    from headwise.examination.measure.head_measures import MEASURES
     from headwise.models.fingerprint import fingerprint
 
     loaded = load(options)
     inputs = make_inputs(options, loaded)
-    unused = ("out", "resume", "json", "quiet")
-    settings = {key: str(value) for key, value in vars(options).items() if key not in unused}
+    settings = {"spectra": options.spectra_every, "seed": options.seed, "measures": list(MEASURES)}
     partial = _partial(out)
     if rank == 0:
         if not options.resume:
             shutil.rmtree(partial, ignore_errors=True)
-        partial_results(partial, fingerprint(loaded.model, settings))
+        partial_results(partial, fingerprint(loaded.model, settings, inputs.batches))
     if processes > 1:
         import torch.distributed as dist
 
@@ -100,19 +100,17 @@ def _examine(options: argparse.Namespace, out: Path, command: str, rank: int, pr
             loaded.model,
             inputs.batches,
             name=loaded.name,
-            data=inputs.description,
-            made={"command": command},
-            tokens=inputs.token_names,
+            inputs=inputs.description,
+            provenance={"command": command},
+            token_names=inputs.token_names,
             spectra_every=options.spectra_every,
-            memory=None if options.memory is None else options.memory << 20,
+            block_bytes=None if options.memory is None else options.memory << 20,
             seed=options.seed,
-            work=partial,
+            partial_directory=partial,
             progress=advance,
         )
     if options.no_ablations:
         return examination
-    from headwise.examination.measure.depth import with_depth
-
     with bar("switching skips and MLPs off", None, quiet=is_quiet(options)):
         return with_depth(examination, loaded.model, inputs.batches[0])
 
@@ -135,6 +133,8 @@ def _partial(out: Path) -> Path:
 
 
 def _print(examination: Examination, files: list[Path]) -> None:
+    from headwise.examination import unusual_heads
+
     print(examination.model["name"], *examination.headline, sep="\n")
     short = short_names([site["name"] for site in examination.sites])
     rows = [
@@ -142,38 +142,19 @@ def _print(examination: Examination, files: list[Path]) -> None:
             short[record.site],
             str(record.head),
             record.kind,
-            _number(record, "effective_rank", ".0f"),
-            _number(record, "output_error_64", ".1%"),
-            record.words,
+            _mean(record, "effective_rank", ".0f"),
+            _mean(record, "output_error_64", ".1%"),
+            record.description,
         )
-        for record in telling(examination.records)
+        for record in unusual_heads(examination.records)
     ]
-    headings = ("layer", "head", "kind", "eff. rank", "rank-64 error", "what it does")
-    print_table("The ten most unusual heads", headings, rows, words=("layer", "kind", "what it does"))
+    headings = ("layer", "head", "kind", "eff. rank", "rank-64 error", "description")
+    print_table(f"The {len(rows)} most unusual heads", headings, rows, words=("layer", "kind", "description"))
     print(f"report  {files[0]}\njson    {files[1]}")
 
 
-def telling(records: list[Record], count: int = 10) -> list[Record]:
-    """The heads that stand out most: largest distance from the median head over a few measures, in units of spread."""
-    names = ("effective_rank", "entropy_share", "sink_mass", "best_offset_mass", "mass_within_16", "output_error_64")
-    scores = [0.0] * len(records)
-    for name in names:
-        values = [r.measures[name].mean for r in records if name in r.measures]
-        if len(values) < len(records):
-            continue
-        middle = sorted(values)[len(values) // 2]
-        spread = sorted(abs(x - middle) for x in values)[len(values) // 2] or 1e-9
-        scores = [max(old, abs(x - middle) / spread) for old, x in zip(scores, values, strict=True)]
-    found: list[int] = []
-    for i in sorted(range(len(records)), key=lambda i: -scores[i]):
-        # at most three of a kind: ten local heads would tell one thing ten times
-        if sum(records[j].kind == records[i].kind for j in found) < 3:
-            found.append(i)
-    return [records[i] for i in sorted(found[:count])]
-
-
 def short_names(names: list[str]) -> list[str]:
-    """Names without the parts that all of them share: encoder.layer.3.attention.self becomes 3."""
+    """Names without the parts that all of them have in common: encoder.layer.3.attention.self becomes 3."""
     parts = [name.split(".") for name in names]
     while len(parts) > 1 and len({x[0] for x in parts}) == 1 and min(map(len, parts)) > 1:
         parts = [x[1:] for x in parts]
@@ -182,6 +163,6 @@ def short_names(names: list[str]) -> list[str]:
     return [".".join(x) for x in parts]
 
 
-def _number(record: Record, name: str, form: str) -> str:
-    found: Any = record.measures.get(name)
-    return "–" if found is None else format(found.mean, form)
+def _mean(record: Record, measure: str, form: str) -> str:
+    statistic = record.measures.get(measure)
+    return "–" if statistic is None else format(statistic.mean, form)

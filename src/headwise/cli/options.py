@@ -7,6 +7,7 @@ A command calls `add_model`, `add_inputs`, `add_output` and `add_json` on its pa
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,8 @@ def make_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     check_at_least(options, texts=1, random_tokens=4, batch=1)
     given: dict[str, Any] = vars(options)
     if loaded.batches is not None:
-        return inputs.Inputs(list(loaded.batches)[: options.texts], None, {"kind": "the factory's own batches"})
+        batches = list(itertools.islice(loaded.batches, options.texts))
+        return inputs.Inputs(batches, None, {"kind": "the factory's own batches"})
     if given.get("images") is not None:
         return inputs.image_input(loaded, options.images, limit=options.texts)
     if given.get("audio") is not None:

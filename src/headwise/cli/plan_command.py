@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
 
         files.append(draw(plan, options.out / "trade-off.svg"))
     if options.report is not None:
-        from headwise.examination.report.page import add_plan
+        from headwise.examination import add_plan
 
         files.append(add_plan(options.report, plan.to_dict()))
     shutil.rmtree(partial, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,15 +41,9 @@ def make_table(
 
 
 def print_table(
-    title: str | None,
-    headings: Sequence[str],
-    rows: Iterable[Sequence[str | Text]],
-    *,
-    words: Collection[str] | None = None,
-    no_wrap: Collection[str] = (),
-    bold: int | None = None,
+    title: str | None, headings: Sequence[str], rows: Iterable[Sequence[str | Text]], **options: Any
 ) -> None:
     """Print `make_table` of the same arguments."""
     from rich.console import Console
 
-    Console().print(make_table(title, headings, rows, words=words, no_wrap=no_wrap, bold=bold))
+    Console().print(make_table(title, headings, rows, **options))

@@ -82,19 +82,23 @@ def _print(ledger: Ledger) -> None:
             Text(result.finding.outcome.value, style=COLOURS[result.finding.outcome.value]),
             f"{result.finding.printed.measured:.2g}",
             f"{result.finding.printed.bound:.2g}",
-            result.entry.truth or result.entry.premise,
         )
         for result in ledger.results
     ]
-    headings = ("claim", "statement", "outcome", "measured", "bound", "premise, or true instead")
-    words = ("claim", "statement", "outcome", "premise, or true instead")
-    print_table(None, headings, rows, words=words, no_wrap=("claim",))
+    headings = ("claim", "statement", "outcome", "measured", "bound")
+    print_table(None, headings, rows, words=headings[:3], no_wrap=("claim", "outcome"))
     console = Console(highlight=False)
     for result in ledger.results:
-        if result.finding.outcome.value in ("REFUTED", "CORRECTED") and result.finding.example:
-            console.print(Text.assemble((result.entry.id, "bold"), " ", result.finding.example))
-        if result.timed:
-            console.print(Text.assemble((result.entry.id, "bold"), " ", result.timed))
+        entry, example = result.entry, result.finding.example
+        false = result.finding.outcome.value in ("REFUTED", "CORRECTED")
+        for label, text in (
+            ("premise", entry.premise),
+            ("true instead", entry.truth),
+            ("counter-example", example if false else ""),
+            ("timing", result.timed),
+        ):
+            if text:
+                console.print(Text.assemble((entry.id, "bold"), f" {label}: {text}"))
     checked = {result.entry.source for result in ledger.results}
     for source in SOURCES:
         if source.id in checked:

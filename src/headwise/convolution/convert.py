@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -224,8 +225,9 @@ def _convert_model(model: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[
         cost_after = Cost(sum(part.cost_after.multiply_adds for part in parts))
         notes = ("no probe was given: costs are sums, and the change is the largest, over layers measured separately",)
     else:
-        change, scale = largest_change(lambda: evaluate(model, probe), lambda: evaluate(new, probe))
-        cost_before, cost_after = (counted_cost(lambda m=m: evaluate(m, probe)) for m in (model, new))
+        old_run, new_run = partial(evaluate, model, probe), partial(evaluate, new, probe)
+        change, scale = largest_change(old_run, new_run)
+        cost_before, cost_after = counted_cost(old_run), counted_cost(new_run)
         notes = ()
     receipt = Receipt(
         what=type(model).__name__,
@@ -260,13 +262,14 @@ def _tied(model: nn.Module) -> dict[str, str]:
 def _convolution_from(layer: ShiftAttention) -> nn.Module:
     g = layer.geometry
     even = all(before == after for before, after in g.padding)
-    conv = CONVOLUTIONS[g.axes - 1](
+    kind: Any = CONVOLUTIONS[g.axes - 1]
+    conv = kind(
         g.in_channels,
         layer.out_channels,
-        g.kernel_size,  # pyright: ignore[reportArgumentType]
-        stride=g.stride,  # pyright: ignore[reportArgumentType]
-        padding=tuple(before for before, _ in g.padding) if even else "same",  # pyright: ignore[reportArgumentType]
-        dilation=g.dilation,  # pyright: ignore[reportArgumentType]
+        g.kernel_size,
+        stride=g.stride,
+        padding=tuple(before for before, _ in g.padding) if even else "same",
+        dilation=g.dilation,
         groups=g.groups,
         bias=layer.bias is not None,
         padding_mode=g.border,

@@ -12,6 +12,7 @@ Any function that returns receptive fields by layer name can be recorded, for ex
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,27 +94,27 @@ class ReceptiveFieldRecorder:
         epochs = self._epochs(layer)
         count = min(panels, len(epochs))
         chosen = [epochs[round(i * (len(epochs) - 1) / max(1, count - 1))] for i in range(count)]
-        figure = _figure(len(chosen))
-        for place, epoch in enumerate(chosen, start=1):
-            axes = figure.add_subplot(1, len(chosen), place)
-            draw_receptive_fields(axes, self.record[epoch][layer], reach=self._reach(layer), title=f"epoch {epoch}")
-        figure.savefig(path, dpi=100)
+        self._figure(layer, chosen).savefig(path, dpi=100)
 
     def gif(self, layer: str, path: str | Path, *, milliseconds: int = 250) -> None:
         """Animate the heads of a layer: one frame per epoch, the last one shown longer."""
         from PIL import Image
 
-        frames = []
+        images = []
         for epoch in self._epochs(layer):
-            figure = _figure(1)
-            axes = figure.add_subplot(1, 1, 1)
-            draw_receptive_fields(
-                axes, self.record[epoch][layer], reach=self._reach(layer), title=f"{layer}, epoch {epoch}"
-            )
-            frames.append(_pixels(figure))
-        held = [milliseconds] * (len(frames) - 1) + [6 * milliseconds]
-        images = [Image.fromarray(frame).quantize(32) for frame in frames]
-        images[0].save(path, save_all=True, append_images=images[1:], duration=held, loop=0)
+            buffer = io.BytesIO()
+            self._figure(layer, [epoch]).savefig(buffer, format="png", dpi=100)
+            images.append(Image.open(buffer).convert("RGB").quantize(32))
+        durations = [milliseconds] * (len(images) - 1) + [6 * milliseconds]
+        images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0)
+
+    def _figure(self, layer: str, epochs: Sequence[int]) -> Figure:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(2.6 * len(epochs), 2.9), layout="constrained")
+        for axes, epoch in zip(figure.subplots(1, len(epochs), squeeze=False)[0], epochs, strict=True):
+            draw_receptive_fields(axes, self.record[epoch][layer], reach=self._reach(layer), title=f"epoch {epoch}")
+        return figure
 
     def _epochs(self, layer: str) -> list[int]:
         epochs = sorted(epoch for epoch, layers in self.record.items() if layer in layers)
@@ -160,18 +161,3 @@ def draw_receptive_fields(axes: Axes, fields: Sequence[ReceptiveField], *, reach
     axes.set(xlim=(-reach, reach), ylim=(reach, -reach), aspect="equal", title=title)  # rows grow downwards
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
-
-
-def _figure(panels: int) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(2.6 * panels, 2.9), layout="constrained")
-
-
-def _pixels(figure: Figure) -> Any:
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

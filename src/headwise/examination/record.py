@@ -1,6 +1,6 @@
 """The result of an examination as a value: one Record per head, and its JSON with a schema version.
 
-Everything printed, drawn or written elsewhere is made from this.  docs/report-schema.md describes every field.
+Everything that is printed, drawn or written is made from this.  docs/report-schema.md describes every field.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -27,43 +27,44 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Record:
-    """One head: where it is, what it measured over all texts, and what that makes it."""
+    """One head: where it is, its measures over all texts, and its kind."""
 
     site: int
     layer: str
     head: int
     kind: str
-    words: str
-    because: Mapping[str, float]
+    description: str  # the kind in one sentence
+    evidence: Mapping[str, float]  # the measures that decided the kind
     stability: float  # share of texts on which the kind is the same
-    kinds: Mapping[str, int]  # how many texts gave each kind
+    kind_counts: Mapping[str, int]  # number of texts on which the head has each kind
     measures: Mapping[str, Statistic]
-    profile: list[float]  # mean mass at offsets -64 ... 64
-    spectrum: list[float]  # leading singular values, mean over texts; empty when not measured
+    profile: list[float]  # mean weight at offsets -64 ... 64
+    spectrum: list[float]  # leading singular values, mean over texts; empty if not measured
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What every head of a model does."""
+    """Measures and kinds of every head of a model."""
 
-    model: Mapping[str, Any]  # name, class, parameters
-    data: Mapping[str, Any]  # texts, lengths, source
+    model: Mapping[str, Any]  # name, class, parameters, dtype
+    inputs: Mapping[str, Any]  # kind, source, texts, lengths
+    measures: list[Mapping[str, Any]]  # definition of each measure, as registered
     sites: list[Mapping[str, Any]]
     records: list[Record]
-    layers: Mapping[str, Any]  # names, relative_residual, mean_cosine, norm: mean over texts
+    layers: Mapping[str, Any]  # names, relative_residual, difference, mean_cosine, norm: mean over texts
     redundancy: list[list[float | None]]  # cosine between heads, in the order of records
     headline: list[str]
-    made: Mapping[str, Any]  # versions, seed, command
+    provenance: Mapping[str, Any]  # versions, seed, command
     paths: Mapping[str, Any] = field(default_factory=dict)
     ablations: Mapping[str, Any] = field(default_factory=dict)
     excerpt: Mapping[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values: numbers with seven significant digits, None for what was not measured."""
         return _plain(asdict(self))
 
     def to_json(self) -> str:
-        """JSON without NaN or infinity: what was not measured is null."""
         return json.dumps(self.to_dict(), allow_nan=False, separators=(",", ":"))
 
 

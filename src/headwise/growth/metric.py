@@ -39,12 +39,12 @@ METRICS: dict[str, Metric] = {}
 def register_metric(name: str, metric: Metric) -> None:
     """Make `metric` available under `name`, to rank heads and to solve for dimensions.
 
-        def unit(problem):  # every direction of the weights costs the same
-            return torch.eye(len(problem.gram_q)), torch.eye(len(problem.gram_k))
+    def unit(problem):  # every direction of the weights costs the same
+        return torch.eye(len(problem.gram_q)), torch.eye(len(problem.gram_k))
 
-        register_metric("unit", unit)
-        grower.scores(metric="unit")
-        grower.grow(metric="unit", loss=held_out_loss)
+    register_metric("unit", unit)
+    grower.scores(metric="unit")
+    grower.grow(metric="unit", loss=held_out_loss)
     """
     if name in METRICS or name == "refit":  # the one solution that has no metric
         raise InputError(f"register_metric: there is already a metric {name!r}; choose another name")

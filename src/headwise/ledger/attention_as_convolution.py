@@ -180,15 +180,17 @@ def rate_of_the_limit() -> Finding:
 def sign_of_the_shift() -> Finding:
     """Steps (8) to (9): sum_h Z_(q - f(h)) W_h = sum_h Z_(q + f(h)) W_h, a 1-D image and the shifts -1, 0, 1."""
     z, w = matrix([[0.0, 0.0, 1.0, 0.0, 0.0]])[0], matrix([[1.0, 2.0, 3.0]])[0]
-    places, shifts = range(1, 4), (-1, 0, 1)
+    queries, shifts = range(1, 4), (-1, 0, 1)
     minus, plus = (
-        torch.stack([sum((w[h] * z[q + sign * f] for h, f in enumerate(shifts)), z.new_zeros(())) for q in places])
+        torch.stack([sum((w[h] * z[q + sign * f] for h, f in enumerate(shifts)), z.new_zeros(())) for q in queries])
         for sign in (-1, 1)
     )
-    turned = torch.stack([sum((w[2 - h] * z[q - f] for h, f in enumerate(shifts)), z.new_zeros(())) for q in places])
+    reversed_kernel = torch.stack(
+        [sum((w[2 - h] * z[q - f] for h, f in enumerate(shifts)), z.new_zeros(())) for q in queries]
+    )
     return Finding(
         rounding("Z_(q - f(h)) W_h against Z_(q + f(h)) W_h, summed over heads", (minus - plus).abs().max().item()),
-        corrected=rounding("the same with W_h of the opposite shift", (turned - plus).abs().max().item()),
+        corrected=rounding("the same with W_h of the opposite shift", (reversed_kernel - plus).abs().max().item()),
         example=f"Z = (0, 0, 1, 0, 0), W = (1, 2, 3): with minus {shown(minus)}, with plus {shown(plus)}: the kernel "
         "is reversed",
     )
@@ -203,7 +205,9 @@ def sign_of_the_shift() -> Finding:
     "Tested as a module, with bias.",
 )
 def whole_theorem() -> Finding:
-    geometry = ConvolutionGeometry(2, (3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)))
+    geometry = ConvolutionGeometry(
+        in_channels=2, kernel_size=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1))
+    )
     return Finding(convolution_is_attention(geometry, draw(4, 2, 3, 3), draw(4, seed=1), draw(1, 2, 6, 7, seed=2)))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from headwise.linalg.norms import composite_norm
 from headwise.linalg.ranks import effective_rank, energy
 from headwise.linalg.spectrum import dense_spectrum
-from headwise.models.attention_weights import read
+from headwise.models.attention_weights import read_weights
 from headwise.theory import paths
 from headwise.theory.collapse import SHRINKS, collapse, relative_residual
 from headwise.theory.concentration import expected_square
@@ -43,7 +43,7 @@ def audit_weights(weights: str | nn.Module, *, heads: int | None = None, tokens:
     weights   a module, a .safetensors file, or python:module:factory
     heads     the number of heads of each layer, where the weights do not determine it
     """
-    model = read(weights, heads)
+    model = read_weights(weights, heads)
     stack, first = model.stack, model.stack.layers[0]
     count, width, _ = first.wq.shape
     x = torch.randn(tokens, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -32,7 +32,7 @@ def page(results: Sequence[ClaimResult]) -> str:
     for source in SOURCES:
         claims = [_entry(result) for result in results if result.entry.source == source.id]
         if claims:
-            parts += [f"## {source.id}: {source.topic}\n", f"{source.authors}, *{source.title}*.\n", *claims]
+            parts += [f"## {source.id}: {source.topic}\n", f"{source.authors}, {source.title}.\n", *claims]
     return "\n".join(parts)
 
 
@@ -43,7 +43,7 @@ def _overview(results: Sequence[ClaimResult]) -> str:
     for source in SOURCES:
         outcomes = [result.finding.outcome for result in results if result.entry.source == source.id]
         counts = " | ".join(str(outcomes.count(outcome)) for outcome in Outcome)
-        rows.append(f"| {source.id} | {source.authors} | *{source.title}* | {counts} |")
+        rows.append(f"| {source.id} | {source.authors} | {source.title} | {counts} |")
     return "\n".join(rows) + "\n"
 
 

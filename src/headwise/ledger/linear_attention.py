@@ -82,9 +82,9 @@ def _failures(test, draws: int = 300) -> Frequency:
 def jl_lemma_1() -> Finding:
     n, k, epsilon = 64, 60, 0.5
     x = draw(n)
-    found = _failures(lambda g: (sketch(k, n, g) @ x).norm() > (1 + epsilon) * x.norm())
+    stretched = _failures(lambda g: (sketch(k, n, g) @ x).norm() > (1 + epsilon) * x.norm())
     allowed = 2 * math.exp(-(epsilon**2 - epsilon**3) * k / 4)
-    return Finding(at_most("upper end of the failure rate's interval", found.interval[1], allowed))
+    return Finding(at_most("upper end of the failure rate's interval", stretched.interval[1], allowed))
 
 
 @SOURCE.claim(

@@ -13,46 +13,45 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import NonFiniteError
+from headwise.models.run import Batch, map_batch
 
 
 def check_weights(model: nn.Module) -> None:
-    """Every weight is a number: a NaN would make every measure NaN without saying why."""
+    """Raise NonFiniteError if a weight is NaN or infinite, which would make every measure NaN."""
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not bool(weight.detach().isfinite().all()):
             bad = int((~weight.detach().isfinite()).sum())
             raise NonFiniteError(
-                f"weight {name!r} has {bad} non-finite of {weight.numel()} entries; load sound weights"
+                f"weight {name!r} has {bad} non-finite of {weight.numel()} entries; load finite weights"
             )
 
 
-def fingerprint(model: nn.Module, settings: Mapping[str, Any]) -> str:
-    """Tells one examination from another, so that unfinished work is never mixed: shapes, some weights, settings."""
-    digest = hashlib.sha256(json.dumps(dict(settings), sort_keys=True, default=str).encode())
+def fingerprint(model: nn.Module, settings: Mapping[str, Any] | None = None, batches: Iterable[Batch] = ()) -> str:
+    """A hash of what a result depends on: shapes and some entries of the weights, settings, and batches."""
+    digest = hashlib.sha256(json.dumps(dict(settings or {}), sort_keys=True, default=str).encode())
     for name, weight in itertools.islice(model.state_dict().items(), 200):
         digest.update(f"{name}{tuple(weight.shape)}".encode())
-        digest.update(weight.flatten()[:16].double().numpy().tobytes() if weight.is_floating_point() else b"")
+        digest.update(_bytes(weight.flatten()[:16].double()) if weight.is_floating_point() else b"")
+
+    def add(x: Tensor) -> Tensor:
+        digest.update(f"{x.dtype}{tuple(x.shape)}".encode() + _bytes(x))
+        return x
+
+    for batch in batches:
+        digest.update(repr(list(batch)).encode() if isinstance(batch, Mapping) else b"")
+        map_batch(add, batch)
     return digest.hexdigest()[:16]
 
 
+def _bytes(x: Tensor) -> bytes:
+    return x.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def versions() -> dict[str, str]:
+    """Versions of headwise, torch, Python, and transformers if it is imported."""
     import headwise
 
     found = {"headwise": headwise.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     if "transformers" in sys.modules:
         found["transformers"] = sys.modules["transformers"].__version__
     return found
-
-
-def digest(batches: Iterable[Any]) -> str:
-    """Tells one set of batches from another."""
-    found = hashlib.sha256()
-    for batch in batches:
-        parts = batch.items() if isinstance(batch, Mapping) else [("", batch)] if isinstance(batch, Tensor) else batch
-        for part in parts:
-            for x in part if isinstance(part, tuple) else (part,):
-                if isinstance(x, Tensor):
-                    found.update(f"{x.dtype}{tuple(x.shape)}".encode())
-                    found.update(x.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
-                else:
-                    found.update(repr(x).encode())
-    return found.hexdigest()

@@ -1,4 +1,4 @@
-"""Run a foreign model on a batch, and observe the hidden states between its blocks."""
+"""Run a model on a batch, and observe the hidden states between its blocks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,51 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
 
+Batch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
+"""What a model takes: keyword arguments, positional arguments, or one tensor."""
 
-def run_model(model: nn.Module, batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor) -> Any:
+
+def run_model(model: nn.Module, batch: Batch) -> Any:
     """model(**batch), model(*batch) or model(batch)."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch) if isinstance(batch, Tensor) else model(*batch)
+
+
+def map_batch(change: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """The batch with `change` applied to each of its tensors."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: change(x) if isinstance(x, Tensor) else x for key, x in batch.items()}
+    return [change(x) if isinstance(x, Tensor) else x for x in batch]
+
+
+def first_sequence(batch: Batch, dtype: torch.dtype | None = None) -> Batch:
+    """The first sequence as a batch of one; floating-point tensors in `dtype` if given."""
+
+    def cut(x: Tensor) -> Tensor:
+        x = x[:1] if x.dim() else x
+        return x if dtype is None or not x.is_floating_point() else x.to(dtype)
+
+    return map_batch(cut, batch)
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """model.eval() inside the context; afterwards every module is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def in_double(model: nn.Module) -> nn.Module:
@@ -26,7 +61,7 @@ def in_double(model: nn.Module) -> nn.Module:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Members of the outermost module lists that hold something called attention."""
+    """name -> block: the members of the outermost module lists that hold something called attention."""
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 0:
@@ -40,19 +75,21 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def hidden_states(blocks: dict[str, nn.Module], measure: Callable[[Tensor], T], states: dict[str, T]) -> Iterator[None]:
-    """Put measure(what goes in) and measure(what each block answers) into `states`; the tensors are not kept."""
+    """Put `measure` of the first block's input and of every block's output into `states`; the tensors are not kept."""
 
-    def first(output: Any) -> Tensor | None:
-        if isinstance(output, (tuple, list)) and output:
-            output = output[0]
-        return output.detach() if isinstance(output, Tensor) and output.dim() == 3 else None
+    def hidden(value: Any) -> Tensor | None:
+        if isinstance(value, (tuple, list)) and value:
+            value = value[0]
+        return value.detach() if isinstance(value, Tensor) and value.dim() == 3 else None
 
     def hook(name: str) -> Callable:
+        block_list = re.sub(r"\.?\d+$", "", name)  # encoder.layer.3 -> encoder.layer
+
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            before, begin = first(args) if args else first(kwargs.get("hidden_states")), f"{_family(name)} in"
-            if before is not None and begin not in states:
-                states[begin] = measure(before)
-            state = first(output)
+            before, key = hidden(args) if args else hidden(kwargs.get("hidden_states")), f"{block_list} in"
+            if before is not None and key not in states:
+                states[key] = measure(before)
+            state = hidden(output)
             if state is not None:
                 states[name] = measure(state)
 
@@ -64,8 +101,3 @@ def hidden_states(blocks: dict[str, nn.Module], measure: Callable[[Tensor], T], 
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _family(block: str) -> str:
-    """encoder.layer.3 -> encoder.layer: the list a block belongs to."""
-    return re.sub(r"\.?\d+$", "", block)

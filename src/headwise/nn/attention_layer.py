@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import DtypeError, ShapeError, UnsupportedError
+from headwise.errors import ShapeError, UnsupportedError
 from headwise.nn.ragged_heads import HeadLayout, head_slices, head_widths
 from headwise.operators.base import AttentionOperator
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.shapes import broadcast_batch, broadcasts_to, no_empty_axis, same_axis, same_kind
 
@@ -48,11 +49,8 @@ class AttentionLayer(nn.Module, ABC):
         self.out_width = width if out_width is None else out_width
         context_width = width if context_width is None else context_width
         self.context_widths = context_width if isinstance(context_width, tuple) else (context_width, context_width)
-        for axis, size in {
-            "width": width,
-            "out_width": self.out_width,
-            "context_width": min(self.context_widths),
-        }.items():
+        sizes = {"width": width, "out_width": self.out_width, "context_width": min(self.context_widths)}
+        for axis, size in sizes.items():
             if size < 1:
                 raise ShapeError(f"{name}: {axis} must be at least 1, but is {size}")
         self.key_heads = HeadLayout(head_widths(name, "k", heads, key_width, width))
@@ -62,10 +60,14 @@ class AttentionLayer(nn.Module, ABC):
         self.key = _linear(self.context_widths[0], self.key_heads.total, bias)
         self.value = _linear(self.context_widths[1], self.value_heads.total, bias)
         self.out = _linear(self.value_heads.total, self.out_width, bias if out_bias is None else out_bias)
+        self._make_queries(bias)
+
+    def _make_queries(self, bias: bool) -> None:
+        """Add the parameters of the queries; the last step of `__init__`."""
 
     @abstractmethod
     def project_queries(self, x: Tensor) -> Tensor:
-        """(*batch, m, k_1 + ... + k_h)"""
+        """The queries (*batch, m, k_1 + ... + k_h)."""
 
     @abstractmethod
     def _query_parameters(self) -> Iterator[tuple[nn.Parameter, int]]:
@@ -81,44 +83,37 @@ class AttentionLayer(nn.Module, ABC):
         """d of each head."""
         return self.value_heads.sizes
 
-    def _operator(self, q: Tensor, context: Tensor, masks: Mapping[str, Any]) -> AttentionOperator:
+    def _operator(self, q: Tensor, context: Tensor, **masks: Any) -> AttentionOperator:
         q, k = self.key_heads.split(q), self.key_heads.split(self.key(context))
         if self.key_heads.ragged:
             # the builder divides by the root of the padded width, but each head needs the root of its own
             widest = max(self.key_widths)
             scale = [math.sqrt(widest / width) for width in self.key_widths]
             q = q * torch.tensor(scale, dtype=q.dtype, device=q.device)[:, None, None]
-        return self.build(q, k, **self._checked(q, k, **masks))
+        batch = broadcast_batch(type(self).__name__, queries=q.shape[:-3], keys=k.shape[:-3])
+        return self.build(q, k, **self._checked_masks((*batch, self.heads, q.shape[-2], k.shape[-2]), **masks))
 
     def output(self, operator: AttentionOperator, context: Tensor) -> Tensor:
         """concat_h(P_h V_h) W_o + b_o with values projected from `context`: the second half of `forward`."""
         return self.out(self.value_heads.merge(operator(self.value_heads.split(self.value(context)))))
 
-    def _checked(
-        self, q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, pair_mask: Tensor | None, bias: Tensor | None
-    ) -> dict[str, Any]:
-        """Only the masks that are given, shaped for a builder: heads are an axis of P but not of a padding mask."""
-        name, m, n = type(self).__name__, q.shape[-2], k.shape[-2]
-        batch = broadcast_batch(name, queries=q.shape[:-3], keys=k.shape[:-3])
-        given: dict[str, Any] = {"causal": True} if causal else {}
-        if key_mask is not None:
-            _is_boolean(name, "key_mask", key_mask, "True = real")
-            given["key_mask"] = broadcasts_to(name, "key_mask", key_mask, (*batch, n)).unsqueeze(-2)
-        for which, x in {"pair_mask": pair_mask, "bias": bias}.items():
-            if x is None:
-                continue
-            if x.dim() not in (2, len(batch) + 3):
+    def _checked_masks(self, shape: tuple[int, ...], key_mask: Tensor | None, **masks: Any) -> dict[str, Any]:
+        """The masks that are given, as keyword arguments of a builder whose P has this `shape` (*batch, h, m, n)."""
+        name, (*batch, _, m, n) = type(self).__name__, shape
+        for kind in ("pair_mask", "attn_bias"):
+            x = masks[kind]
+            if x is not None and x.dim() not in (2, len(shape)):
                 raise ShapeError(
-                    f"{name}: {which} has shape {tuple(x.shape)}; it must be (m, n) = {(m, n)} or "
-                    f"(*batch, h, m, n) = {(*batch, self.heads, m, n)}, where any axis may be 1: "
+                    f"{name}: {kind} has shape {tuple(x.shape)}; it must be (m, n) = {(m, n)} or "
+                    f"(*batch, h, m, n) = {shape}, where any axis may be 1: "
                     "one mask per sequence is (b, 1, m, n), one per head is (1, h, m, n)"
                 )
-            given[which] = broadcasts_to(name, which, x, (*batch, self.heads, m, n))
-        if pair_mask is not None:
-            _is_boolean(name, "pair_mask", pair_mask, "True = may attend; an additive mask is passed as bias=")
-        if bias is not None and not bias.dtype.is_floating_point:
-            raise DtypeError(f"{name}: bias is added to the scores and must be floating point, but is {bias.dtype}")
-        return given
+        if key_mask is not None:  # it has no axis for heads
+            broadcasts_to(name, "key_mask", key_mask, (*batch, n))
+            key_mask = key_mask.reshape(*(1,) * (len(batch) + 1 - key_mask.dim()), *key_mask.shape).unsqueeze(-2)
+        mask = Mask.checked(name, m, n, key_mask=key_mask, batch=shape[:-2], **masks)
+        tensors = {"key_mask": mask.key_mask, "pair_mask": mask.pair_mask, "attn_bias": mask.attn_bias}
+        return ({"causal": True} if mask.causal else {}) | {kind: x for kind, x in tensors.items() if x is not None}
 
     def _check_input(self, name: str, x: Tensor, width: int, projection: nn.Linear) -> None:
         owner = type(self).__name__
@@ -154,22 +149,11 @@ class AttentionLayer(nn.Module, ABC):
             self.value_heads.resize_(new)
             self.value.out_features = self.out.in_features = sum(new)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # resize first: a layer built with its original widths can load a checkpoint in which it had grown
         saved = {part: state_dict.get(f"{prefix}{part}_heads.widths") for part in ("key", "value")}
         self.resize_(**{f"{part}_widths": widths.tolist() for part, widths in saved.items() if widths is not None})
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         build = "" if isinstance(self.build, nn.Module) else f", build={getattr(self.build, '__name__', self.build)}"
@@ -190,11 +174,6 @@ def _allow_ragged(name: str, build: Builder) -> None:
             f"q.k / sqrt(k) alone, and {getattr(build, '__name__', type(build).__name__)} does not declare that; "
             "give every head the same key_width, or set by_dot_product = True on the builder"
         )
-
-
-def _is_boolean(owner: str, name: str, x: Tensor, meaning: str) -> None:
-    if x.dtype != torch.bool:
-        raise DtypeError(f"{owner}: {name} must be boolean ({meaning}), but is {x.dtype}")
 
 
 @torch.no_grad()

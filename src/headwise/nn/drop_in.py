@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention to MultiHead and back: equal outputs, equal gradients, every mask.
+"""MultiHead, with any operator, in place of an nn.MultiheadAttention: its masks and its call signature.
 
 In nn.MultiheadAttention a boolean mask is True where keys are ignored, in headwise where they are attended to;
 `masks_from_torch` converts them.  `DropIn` gives any MultiHead the call signature of nn.MultiheadAttention, for use in
@@ -13,74 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import InputError, ShapeError, UnsupportedError
+from headwise.errors import InputError, ShapeError
 from headwise.nn.multihead import MultiHead
-from headwise.operators.softmax import softmax
-
-
-@torch.no_grad()
-def from_torch(module: nn.MultiheadAttention) -> MultiHead:
-    """A MultiHead with copies of the weights; dropout on P is not supported (P would not be a fixed operator)."""
-    if module.bias_k is not None or module.add_zero_attn:
-        raise UnsupportedError(
-            "MultiHead.from_torch: add_bias_kv and add_zero_attn append a key without a token, so P would have one "
-            "more column than the context has rows; append a learned row to the context instead"
-        )
-    if module.dropout > 0 and module.training:
-        raise UnsupportedError(
-            f"MultiHead.from_torch: dropout {module.dropout} on P makes a different operator in every call; "
-            "call .eval() or set dropout = 0 first"
-        )
-    width = module.embed_dim
-    layer = MultiHead(
-        width,
-        module.num_heads,
-        bias=module.in_proj_bias is not None,
-        out_bias=module.out_proj.bias is not None,
-        context_width=(module.kdim, module.vdim),
-    ).to(module.out_proj.weight)
-    packed, bias = module.in_proj_weight, module.in_proj_bias
-    for i, (part, linear) in enumerate({"q": layer.query, "k": layer.key, "v": layer.value}.items()):
-        rows = slice(i * width, (i + 1) * width)
-        weight = getattr(module, f"{part}_proj_weight") if packed is None else packed
-        _fill(linear.weight, weight if packed is None else packed[rows], like=weight)
-        if bias is not None:
-            _fill(linear.bias, bias[rows], like=bias)
-    for name, parameter in module.out_proj.named_parameters():
-        _fill(getattr(layer.out, name), parameter, like=parameter)
-    return layer.train(module.training)
-
-
-@torch.no_grad()
-def to_torch(layer: MultiHead, *, batch_first: bool = True) -> nn.MultiheadAttention:
-    """An nn.MultiheadAttention with copies of the weights; biases the layer does not have are zero."""
-    _check_expressible(layer)
-    weight = layer.out.weight
-    module = nn.MultiheadAttention(
-        layer.width,
-        layer.heads,
-        bias=layer.query.bias is not None or layer.out.bias is not None,
-        kdim=layer.context_widths[0],
-        vdim=layer.context_widths[1],
-        batch_first=batch_first,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
-    parts = (layer.query, layer.key, layer.value)
-    if module.in_proj_weight is not None:
-        module.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
-    else:
-        for name, part in zip(("q", "k", "v"), parts, strict=True):
-            getattr(module, f"{name}_proj_weight").copy_(part.weight)
-    if module.in_proj_bias is not None:
-        module.in_proj_bias.zero_()  # torch has all biases or none
-        module.out_proj.bias.zero_()
-        if layer.query.bias is not None:
-            module.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
-        if layer.out.bias is not None:
-            module.out_proj.bias.copy_(layer.out.bias)
-    module.out_proj.weight.copy_(layer.out.weight)
-    return module.train(layer.training)
 
 
 def masks_from_torch(
@@ -101,9 +35,7 @@ def masks_from_torch(
         if key_padding_mask.dtype == torch.bool:
             masks["key_mask"] = ~key_padding_mask
         else:
-            masks["bias"] = key_padding_mask.unsqueeze(-2).unsqueeze(-2)  # (b, n) -> (b, 1, 1, n)
-            if key_padding_mask.dim() == 1:  # no batch axis
-                masks["bias"] = masks["bias"].squeeze(0)
+            masks["attn_bias"] = key_padding_mask[..., None, None, :]  # (b, n) -> (b, 1, 1, n)
     if attn_mask is not None:
         if attn_mask.dim() == 3:
             if attn_mask.shape[0] % heads:
@@ -115,7 +47,7 @@ def masks_from_torch(
         if attn_mask.dtype == torch.bool:
             masks["pair_mask"] = ~attn_mask
         else:
-            masks["bias"] = attn_mask + masks["bias"] if "bias" in masks else attn_mask
+            masks["attn_bias"] = attn_mask + masks["attn_bias"] if "attn_bias" in masks else attn_mask
     return masks
 
 
@@ -162,28 +94,3 @@ class DropIn(nn.Module):
         if need_weights:
             weights = operator.dense().mean(-3) if average_attn_weights else operator.dense()
         return (out if self.batch_first or out.dim() == 2 else out.transpose(0, 1)), weights
-
-
-def _fill(parameter: Tensor, value: Tensor, *, like: Tensor) -> None:
-    parameter.copy_(value)
-    parameter.requires_grad_(like.requires_grad)  # a frozen weight stays frozen
-
-
-def _check_expressible(layer: MultiHead) -> None:
-    share = layer.width // layer.heads
-    if layer.build is not softmax:
-        raise UnsupportedError(
-            "MultiHead.to_torch: nn.MultiheadAttention computes softmax attention only; wrap the layer in "
-            "headwise.nn.DropIn to use another operator in its place"
-        )
-    for axis, widths in {"k": layer.key_widths, "d": layer.value_widths}.items():
-        if set(widths) != {share} or share * layer.heads != layer.width:
-            raise UnsupportedError(
-                f"MultiHead.to_torch: nn.MultiheadAttention gives each of {layer.heads} heads width / heads = "
-                f"{layer.width}/{layer.heads}, but axis {axis!r} has widths {widths}; use headwise.nn.DropIn"
-            )
-    if layer.out_width != layer.width:
-        raise UnsupportedError(
-            f"MultiHead.to_torch: nn.MultiheadAttention has out_width = width, but here they are {layer.out_width} and "
-            f"{layer.width}; use headwise.nn.DropIn"
-        )

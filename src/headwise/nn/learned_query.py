@@ -66,16 +66,26 @@ class LearnedQuery(AttentionLayer):
         yield self.query, 1
 
     def operator(
-        self, x: Tensor, *, key_mask: Tensor | None = None, pair_mask: Tensor | None = None, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
     ) -> AttentionOperator:
         """The P (*batch, h, queries, n) that `forward` applies to the values."""
         self._check_input("x", x, self.width, self.key)
         q = self.project_queries(x)
         if torch.is_autocast_enabled(x.device.type):
             q = q.to(torch.get_autocast_dtype(x.device.type))  # there is no query projection to do it
-        return self._operator(q, x, {"causal": False, "key_mask": key_mask, "pair_mask": pair_mask, "bias": bias})
+        return self._operator(q, x, causal=False, key_mask=key_mask, pair_mask=pair_mask, attn_bias=attn_bias)
 
     def forward(
-        self, x: Tensor, *, key_mask: Tensor | None = None, pair_mask: Tensor | None = None, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
     ) -> Tensor:
-        return self.output(self.operator(x, key_mask=key_mask, pair_mask=pair_mask, bias=bias), x)
+        return self.output(self.operator(x, key_mask=key_mask, pair_mask=pair_mask, attn_bias=attn_bias), x)

@@ -8,12 +8,14 @@ does not depend on h when the heads share a fixed total width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
-from headwise.nn.attention_layer import AttentionLayer, Builder, Context, _linear
+from headwise.errors import UnsupportedError
+from headwise.nn.attention_layer import AttentionLayer, Context, _linear
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
 
@@ -34,31 +36,10 @@ class MultiHead(AttentionLayer):
     (torch.Size([1, 10, 32]), torch.Size([1, 4, 10, 10]))
     """
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        build: Builder = softmax,
-        key_width: int | Sequence[int] | None = None,
-        value_width: int | Sequence[int] | None = None,
-        bias: bool = True,
-        out_bias: bool | None = None,
-        out_width: int | None = None,
-        context_width: int | tuple[int, int] | None = None,
-    ) -> None:
-        super().__init__(
-            width,
-            heads,
-            build=build,
-            key_width=key_width,
-            value_width=value_width,
-            bias=bias,
-            out_bias=out_bias,
-            out_width=out_width,
-            context_width=context_width,
-        )
-        self.query = _linear(width, self.key_heads.total, bias)
+    query: nn.Linear
+
+    def _make_queries(self, bias: bool) -> None:
+        self.query = _linear(self.width, self.key_heads.total, bias)
 
     def project_queries(self, x: Tensor) -> Tensor:
         return self.query(x)
@@ -74,16 +55,16 @@ class MultiHead(AttentionLayer):
         causal: bool = False,
         key_mask: Tensor | None = None,
         pair_mask: Tensor | None = None,
-        bias: Tensor | None = None,
+        attn_bias: Tensor | None = None,
     ) -> AttentionOperator:
-        """The P (*batch, h, m, n) that `forward` applies to the values, for whoever wants to measure it.
+        """The P (*batch, h, m, n) that `forward` applies to the values.
 
-        `key_mask` (*batch, n), True = real; `pair_mask`, True = may attend, and `bias`, added to the scores: both (m, n) or
-        (*batch, h, m, n), where any axis may be 1.
+        `key_mask` (*batch, n), True = attend; `pair_mask`, True = attend, and `attn_bias`, added to the scores: both
+        (m, n) or (*batch, h, m, n), where any axis may be 1.
         """
-        keys_from, _ = self._sources(x, context)
-        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "bias": bias}
-        return self._operator(self.project_queries(x), keys_from, masks)
+        keys_from, _ = self._contexts(x, context)
+        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "attn_bias": attn_bias}
+        return self._operator(self.project_queries(x), keys_from, **masks)
 
     def forward(
         self,
@@ -93,14 +74,15 @@ class MultiHead(AttentionLayer):
         causal: bool = False,
         key_mask: Tensor | None = None,
         pair_mask: Tensor | None = None,
-        bias: Tensor | None = None,
+        attn_bias: Tensor | None = None,
     ) -> Tensor:
-        """(*batch, m, width) -> (*batch, m, out_width)"""
-        keys_from, values_from = self._sources(x, context)
-        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "bias": bias}
-        return self.output(self._operator(self.project_queries(x), keys_from, masks), values_from)
+        """(*batch, m, width) -> (*batch, m, out_width); the masks are those of `operator`."""
+        keys_from, values_from = self._contexts(x, context)
+        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "attn_bias": attn_bias}
+        return self.output(self._operator(self.project_queries(x), keys_from, **masks), values_from)
 
-    def _sources(self, x: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+    def _contexts(self, x: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+        """The tensors that keys and values are projected from, checked."""
         self._check_input("x", x, self.width, self.query)
         keys_from, values_from = context if isinstance(context, tuple) else (context, context)
         keys_from, values_from = (x if source is None else source for source in (keys_from, values_from))
@@ -109,14 +91,95 @@ class MultiHead(AttentionLayer):
         return keys_from, values_from
 
     @classmethod
+    @torch.no_grad()
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiHead:
-        """The same function as `module`, with batch-first inputs and outputs; see `headwise.nn.drop_in`."""
-        from headwise.nn.drop_in import from_torch  # here, because drop_in imports this module
+        """The same function as `module` with copies of its weights; inputs and outputs are batch first.
 
-        return from_torch(module)
+        Dropout on P is not supported: P would not be a fixed operator.
+        """
+        if module.bias_k is not None or module.add_zero_attn:
+            raise UnsupportedError(
+                "MultiHead.from_torch: add_bias_kv and add_zero_attn append a key without a token, so P would have one "
+                "more column than the context has rows; append a learned row to the context instead"
+            )
+        if module.dropout > 0 and module.training:
+            raise UnsupportedError(
+                f"MultiHead.from_torch: dropout {module.dropout} on P makes a different operator in every call; "
+                "call .eval() or set dropout = 0 first"
+            )
+        width = module.embed_dim
+        layer = cls(
+            width,
+            module.num_heads,
+            bias=module.in_proj_bias is not None,
+            out_bias=module.out_proj.bias is not None,
+            context_width=(module.kdim, module.vdim),
+        ).to(module.out_proj.weight)
+        packed, bias = module.in_proj_weight, module.in_proj_bias
+        for i, (part, linear) in enumerate({"q": layer.query, "k": layer.key, "v": layer.value}.items()):
+            rows = slice(i * width, (i + 1) * width)
+            weight = getattr(module, f"{part}_proj_weight") if packed is None else packed
+            _fill(linear.weight, weight if packed is None else packed[rows], like=weight)
+            if bias is not None:
+                _fill(linear.bias, bias[rows], like=bias)
+        for name, parameter in module.out_proj.named_parameters():
+            _fill(getattr(layer.out, name), parameter, like=parameter)
+        return layer.train(module.training)
 
+    @torch.no_grad()
     def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
-        """The same function as an nn.MultiheadAttention; UnsupportedError if there is none."""
-        from headwise.nn.drop_in import to_torch
+        """An nn.MultiheadAttention with copies of the weights; UnsupportedError if none computes the same function.
 
-        return to_torch(self, batch_first=batch_first)
+        Biases that this layer does not have are zero.
+        """
+        self._check_expressible_in_torch()
+        weight = self.out.weight
+        module = nn.MultiheadAttention(
+            self.width,
+            self.heads,
+            bias=self.query.bias is not None or self.out.bias is not None,
+            kdim=self.context_widths[0],
+            vdim=self.context_widths[1],
+            batch_first=batch_first,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        parts = (self.query, self.key, self.value)
+        if module.in_proj_weight is not None:
+            module.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
+        else:
+            for name, part in zip(("q", "k", "v"), parts, strict=True):
+                getattr(module, f"{name}_proj_weight").copy_(part.weight)
+        if module.in_proj_bias is not None:
+            module.in_proj_bias.zero_()  # torch has all biases or none
+            module.out_proj.bias.zero_()
+            if self.query.bias is not None:
+                module.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
+            if self.out.bias is not None:
+                module.out_proj.bias.copy_(self.out.bias)
+        module.out_proj.weight.copy_(self.out.weight)
+        return module.train(self.training)
+
+    def _check_expressible_in_torch(self) -> None:
+        share = self.width // self.heads
+        if self.build is not softmax:
+            raise UnsupportedError(
+                "MultiHead.to_torch: nn.MultiheadAttention computes softmax attention only; wrap the layer in "
+                "headwise.nn.DropIn to use another operator in its place"
+            )
+        for axis, widths in {"k": self.key_widths, "d": self.value_widths}.items():
+            if set(widths) != {share} or share * self.heads != self.width:
+                raise UnsupportedError(
+                    f"MultiHead.to_torch: nn.MultiheadAttention gives each of {self.heads} heads width / heads = "
+                    f"{self.width}/{self.heads}, but axis {axis!r} has widths {widths}; use headwise.nn.DropIn"
+                )
+        if self.out_width != self.width:
+            raise UnsupportedError(
+                f"MultiHead.to_torch: nn.MultiheadAttention has out_width = width, but here they are "
+                f"{self.out_width} and {self.width}; use headwise.nn.DropIn"
+            )
+
+
+def _fill(parameter: Tensor, value: Tensor, *, like: Tensor) -> None:
+    parameter.copy_(value)
+    parameter.requires_grad_(like.requires_grad)  # a frozen weight stays frozen

@@ -1,29 +1,32 @@
-"""What P is, one published idea a file: each builder checks its input and returns a frozen operator.
+"""Attention as a linear operator P, one published idea a file.  Each builder checks its input and returns an operator.
 
-What several of them are made of: `base` and `claims` (every operator), `pair` and `visibility` (checked q, k, masks),
-`scores` (softmax without forming P), `blocks` of `tiles` (sparse patterns as merged dense blocks), `rounds` (hashing),
-`projections` and `shortened` (E k and F v), `prefix` (running sums), `double_softmax`, `row_blocks` (P a few rows at a
-time), `fused` (kernels with a backward of their own).
+    exact       softmax, gaussian, embedded_gaussian, dot_product, concatenation, uniform
+    sparse      window, strided, fixed, hashed
+    linear      efficient, factored, projected, nystrom, window_low_rank, near_far, and `projections` for their slots
+    relative    positional, quadratic, shift, offset, toeplitz, toeplitz_softmax
+    composed    add, product, scale, transpose, kronecker, per_head
+
+Masks are keyword arguments (causal, key_mask, pair_mask, attn_bias); a builder raises UnsupportedError for those it
+does not support (`masks.supported(builder)` lists the others).
 """
 
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.compose import add, kronecker, per_head, product, scale, transpose
 from headwise.operators.concatenation import concatenation
-from headwise.operators.dot_product import dot_product, scaled
+from headwise.operators.dot_product import dot_product
 from headwise.operators.linear.efficient import efficient
-from headwise.operators.linear.factored import factored
-from headwise.operators.linear.factored_blocks import factored_blocks
+from headwise.operators.linear.factored import factored, factored_blocks
 from headwise.operators.linear.near_far import near_far
 from headwise.operators.linear.nystrom import nystrom
-from headwise.operators.linear.projected import projected
-from headwise.operators.linear.projected_blocks import projected_blocks
+from headwise.operators.linear.projected import projected, projected_blocks
 from headwise.operators.linear.window_low_rank import window_low_rank
+from headwise.operators.masks import Mask, MaskKind, supported, supports
+from headwise.operators.relative.offset import offset
 from headwise.operators.relative.positional import positional
 from headwise.operators.relative.quadratic import quadratic
 from headwise.operators.relative.shift import shift
-from headwise.operators.relative.toeplitz import toeplitz
-from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.relative.toeplitz import toeplitz, toeplitz_softmax
 from headwise.operators.similarity import embedded_gaussian, gaussian
 from headwise.operators.softmax import Softmax, softmax
 from headwise.operators.sparse.fixed import fixed, fixed_steps
@@ -35,6 +38,8 @@ from headwise.operators.uniform import uniform
 __all__ = [
     "AttentionOperator",
     "Claim",
+    "Mask",
+    "MaskKind",
     "Softmax",
     "add",
     "concatenation",
@@ -50,6 +55,7 @@ __all__ = [
     "kronecker",
     "near_far",
     "nystrom",
+    "offset",
     "per_head",
     "positional",
     "product",
@@ -57,11 +63,12 @@ __all__ = [
     "projected_blocks",
     "quadratic",
     "scale",
-    "scaled",
     "shift",
     "softmax",
     "strided",
     "strided_steps",
+    "supported",
+    "supports",
     "toeplitz",
     "toeplitz_softmax",
     "transpose",

@@ -5,7 +5,7 @@ first, and the running sums of v_j and of b_j v_j up to there are all it needs:
 
     sum_j relu(a_i + b_j) v_j = a_i sum_(b_j > -a_i) v_j + sum_(b_j > -a_i) b_j v_j
 
-Wang et al. 2018 (concatenation); M_ij = 1 where query i may look at key j, C_i = sum_j M_ij.
+Wang et al. 2018 (concatenation); M_ij = 1 where query i may attend to key j, C_i = sum_j M_ij.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.errors import ShapeError
-from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows
+from headwise.operators._kernels import limits
+from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows, causal_adjoint, causal_apply
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.operators.masks import Visibility, causal_adjoint, causal_apply, visibility
+from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
 from headwise.operators.similarity import Embedding, embed
 from headwise.shapes import all_finite, broadcast_batch, filled, no_empty_axis, same_kind
-
-LEAF = 64
-"""Side of the diagonal blocks that the causal form computes entry by entry."""
 
 
 @final
@@ -43,7 +41,7 @@ class Concatenation(AttentionOperator):
     q: Tensor
     k: Tensor
     w: Tensor
-    seen: Visibility
+    mask: Mask
 
     @property
     def shape(self) -> torch.Size:
@@ -52,36 +50,36 @@ class Concatenation(AttentionOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        return frozenset({Claim.NONNEGATIVE, Claim.CAUSAL} if self.seen.causal else {Claim.NONNEGATIVE})
+        return frozenset({Claim.NONNEGATIVE, Claim.CAUSAL} if self.mask.causal else {Claim.NONNEGATIVE})
 
     def apply(self, v: Tensor) -> Tensor:
         a, b = self._heights(v.dtype)
-        x = self.seen.hide(v.to(a.dtype))
-        if self.seen.pair_mask is not None:
+        x = self.mask.hide(v.to(a.dtype))
+        if self.mask.pair_mask is not None:
             out = apply_rows(self._rows(a, b), self.shape, x)
         else:
-            out = causal_apply(_sums, _triangle, a, b, x) if self.seen.causal else _sums(a, b, x)
-        return self.seen.average(out).to(v.dtype)
+            out = causal_apply(_sums, _triangle, a, b, x) if self.mask.causal else _sums(a, b, x)
+        return self.mask.average(out).to(v.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """The same form, a and b in each other's place."""
         a, b = self._heights(u.dtype)
-        x = self.seen.average(u.to(a.dtype))
-        if self.seen.pair_mask is not None:
+        x = self.mask.average(u.to(a.dtype))
+        if self.mask.pair_mask is not None:
             out = adjoint_rows(self._rows(a, b), self.shape, x)
-        elif self.seen.causal:
+        elif self.mask.causal:
             out = causal_adjoint(_sums, _triangle, a, b, x)
         else:
             out = _sums(b, a, x)
-        return self.seen.hide(out).to(u.dtype)
+        return self.mask.hide(out).to(u.dtype)
 
     def cost(self, d: int) -> Cost:
         m, n = self.shape[-2:]
-        return self._cost(_cost(m, n - m if self.seen.causal else n, d), d)
+        return self._cost(_cost(m, n - m if self.mask.causal else n, d), d)
 
     def adjoint_cost(self, d: int) -> Cost:
         m, n = self.shape[-2:]
-        return self._cost(_cost(n - m if self.seen.causal else n, m, d), d)
+        return self._cost(_cost(n - m if self.mask.causal else n, m, d), d)
 
     def _cost(self, rectangle: Cost, d: int) -> Cost:
         *batch, m, n = self.shape
@@ -89,9 +87,9 @@ class Concatenation(AttentionOperator):
             torch.broadcast_shapes(x.shape[:-2], self.w.shape[:-1]).numel() * math.prod(x.shape[-2:])
             for x in (self.q, self.k)
         )
-        if self.seen.pair_mask is not None:
+        if self.mask.pair_mask is not None:
             work = Cost(m * n * d, m * n)
-        elif self.seen.causal:
+        elif self.mask.causal:
             work = _triangle_cost(min(m, n), d)
             work = work + rectangle if n > m else work
         else:
@@ -107,7 +105,7 @@ class Concatenation(AttentionOperator):
     def _rows(self, a: Tensor, b: Tensor):
         def rows(start: int, stop: int) -> Tensor:
             weights = (a[..., start:stop, :] + b.mT).relu()
-            return weights.masked_fill(~self.seen.rows(start, stop, a.device), 0)
+            return weights.masked_fill(~self.mask.rows(start, stop, a.device), 0)
 
         return rows
 
@@ -150,9 +148,9 @@ def _triangle(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
     against the run of s keys just before it, all of which it sees.
     """
     n = a.shape[-2]
-    x, y, z = (_runs(t, LEAF) for t in (a, b, v))
+    x, y, z = (_runs(t, limits.DIAGONAL_BLOCK) for t in (a, b, v))
     out = ((x + y.mT).relu().tril() @ z).flatten(-3, -2)[..., :n, :]
-    size = LEAF
+    size = limits.DIAGONAL_BLOCK
     while size < n:
         x, y, z = (_runs(t, 2 * size) for t in (a, b, v))
         part = _sums(x[..., size:, :], y[..., :size, :], z[..., :size, :])
@@ -169,14 +167,15 @@ def _runs(x: Tensor, size: int) -> Tensor:
 
 
 def _triangle_cost(n: int, d: int) -> Cost:
-    leaves = -(-n // LEAF)
-    total, size = Cost(leaves * LEAF**2 * d, leaves * LEAF**2), LEAF
+    leaves = -(-n // limits.DIAGONAL_BLOCK)
+    total, size = Cost(leaves * limits.DIAGONAL_BLOCK**2 * d, leaves * limits.DIAGONAL_BLOCK**2), limits.DIAGONAL_BLOCK
     while size < n:
         total = total + _cost(size, size, d).times(-(-n // (2 * size)))
         size *= 2
     return total
 
 
+@supports(CAUSAL, KEY_MASK, PAIR_MASK)
 def concatenation(
     q: Tensor,
     k: Tensor,
@@ -207,4 +206,4 @@ def concatenation(
     batch = broadcast_batch("Concatenation", q=q.shape[:-2], k=k.shape[:-2], w=w.shape[:-1])
     m, n = q.shape[-2], k.shape[-2]
     masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask}
-    return Concatenation(q, k, w, visibility("Concatenation", m, n, **masks, batch=batch, device=q.device))
+    return Concatenation(q, k, w, Mask.checked("Concatenation", m, n, **masks, batch=batch, device=q.device))

@@ -1,6 +1,6 @@
 """P = (Q K^T o M) / C: attention without exponentials, so that P V = Q (K^T V) / n in O((m + n) k d).
 
-M_ij = 1 where query i may look at key j, C_i = sum_j M_ij, the number of keys it sees.  P may be negative and its rows
+M_ij = 1 where query i may attend to key j, C_i = sum_j M_ij.  P may be negative and its rows
 need not sum to one: it claims neither.  Wang et al. 2018 (dot product); Shen et al. 2021 (scaling normalisation).
 """
 
@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows
+from headwise.operators._kernels import limits
+from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows, causal_adjoint, causal_apply
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.operators.masks import Visibility, causal_adjoint, causal_apply, visibility
+from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
 from headwise.operators.similarity import Embedding, embed
 from headwise.shapes import all_finite, broadcast_batch, filled, no_empty_axis, same_axis, same_kind
-
-SHORTEST_BLOCK = 64
 
 
 @final
@@ -36,7 +35,7 @@ class DotProduct(AttentionOperator):
 
     q: Tensor
     k: Tensor
-    seen: Visibility
+    mask: Mask
 
     @property
     def shape(self) -> torch.Size:
@@ -45,41 +44,41 @@ class DotProduct(AttentionOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        return frozenset({Claim.CAUSAL}) if self.seen.causal else frozenset()
+        return frozenset({Claim.CAUSAL}) if self.mask.causal else frozenset()
 
     def apply(self, v: Tensor) -> Tensor:
         q, k, x = self._in_one_dtype(v)
-        x = self.seen.hide(x)
-        if self.seen.pair_mask is not None:
+        x = self.mask.hide(x)
+        if self.mask.pair_mask is not None:
             out = apply_rows(self._rows(q, k), self.shape, x)
         else:
-            out = causal_apply(_product, _triangle, q, k, x) if self.seen.causal else _product(q, k, x)
-        return self.seen.average(out).to(v.dtype)
+            out = causal_apply(_product, _triangle, q, k, x) if self.mask.causal else _product(q, k, x)
+        return self.mask.average(out).to(v.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """K (Q^T (u / C)): queries and keys change roles."""
         q, k, x = self._in_one_dtype(u)
-        x = self.seen.average(x)
-        if self.seen.pair_mask is not None:
+        x = self.mask.average(x)
+        if self.mask.pair_mask is not None:
             out = adjoint_rows(self._rows(q, k), self.shape, x)
-        elif self.seen.causal:
+        elif self.mask.causal:
             out = causal_adjoint(_product, _triangle, q, k, x)
         else:
             out = _product(k, q, x)
-        return self.seen.hide(out).to(u.dtype)
+        return self.mask.hide(out).to(u.dtype)
 
     def cost(self, d: int) -> Cost:
         *batch, m, n = self.shape
         width = self.q.shape[-1]
-        if self.seen.pair_mask is not None:
+        if self.mask.pair_mask is not None:
             return Cost(m * n * (width + d), m * n).times(math.prod(batch))
-        if not self.seen.causal:
+        if not self.mask.causal:
             return Cost((m + n) * width * d, width * d).times(math.prod(batch))
         block, blocks = _blocks(min(m, n), width)
         inside = Cost(blocks * block**2 * (width + d), blocks * block**2)
         between = Cost(2 * (blocks - 1) * block * width * d, (blocks - 1) * width * d, blocks)
         total = inside.beside(between)
-        if n > m:  # the keys that every query sees
+        if n > m:  # the keys that every query attends to
             total = total.beside(Cost(n * width * d, width * d))
         return total.times(math.prod(batch))
 
@@ -91,7 +90,7 @@ class DotProduct(AttentionOperator):
     def _rows(self, q: Tensor, k: Tensor):
         def rows(start: int, stop: int) -> Tensor:
             scores = q[..., start:stop, :] @ k.mT
-            return scores.masked_fill(~self.seen.rows(start, stop, q.device), 0)
+            return scores.masked_fill(~self.mask.rows(start, stop, q.device), 0)
 
         return rows
 
@@ -115,10 +114,11 @@ def _triangle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _blocks(n: int, width: int) -> tuple[int, int]:
     """Size and number of blocks: at least as long as keys are wide, so that the running sums are no larger than v."""
-    block = min(n, max(SHORTEST_BLOCK, width))
+    block = min(n, max(limits.DIAGONAL_BLOCK, width))
     return block, -(-n // block)
 
 
+@supports(CAUSAL, KEY_MASK, PAIR_MASK)
 def dot_product(
     q: Tensor,
     k: Tensor,
@@ -129,7 +129,7 @@ def dot_product(
     key_mask: Tensor | None = None,
     pair_mask: Tensor | None = None,
 ) -> DotProduct:
-    """P_ij = θ(q_i) . φ(k_j) / C_i, C_i the number of keys that query i may see (n without masks).
+    """P_ij = θ(q_i) . φ(k_j) / C_i, C_i the number of keys that query i attends to (n without masks).
 
     >>> dot_product(torch.eye(2), torch.eye(2)).dense()
     tensor([[0.5000, 0.0000],
@@ -143,12 +143,4 @@ def dot_product(
     batch = broadcast_batch("DotProduct", q=q.shape[:-2], k=k.shape[:-2])
     m, n = q.shape[-2], k.shape[-2]
     masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask}
-    return DotProduct(q, k, visibility("DotProduct", m, n, **masks, batch=batch, device=q.device))
-
-
-def scaled(q: Tensor, k: Tensor, *, theta: Embedding = None, phi: Embedding = None) -> DotProduct:
-    """P_ij = f(θ(q_i) . φ(k_j)), f(x) = x / n; as factors, P = (θ(Q) / sqrt(n)) (φ(K) / sqrt(n))^T.
-
-    The same matrix as `dot_product`, which has masks too.
-    """
-    return dot_product(q, k, theta=theta, phi=phi)
+    return DotProduct(q, k, Mask.checked("DotProduct", m, n, **masks, batch=batch, device=q.device))

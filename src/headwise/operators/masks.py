@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DtypeError, ShapeError, UnsupportedError
-from headwise.shapes import broadcasts_to, filled
-
-LARGE_NEGATIVE = -1e4
-"""An additive mask of zeros and numbers up to this one is read as boolean."""
+from headwise.operators._kernels import limits
+from headwise.shapes import broadcasts_to
 
 
 @final
@@ -160,23 +158,26 @@ class Mask:
             and not bool(self.pair_mask.triu(self.n - self.m + 1).any())
         )
 
-    def rows(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        """M for queries start:stop as a boolean (*batch, stop - start, n)."""
-        device = self.device if device is None else device
-        rows = torch.ones(stop - start, self.n, dtype=torch.bool, device=device)
+    def rows(self, start: int, stop: int, device: torch.device | None = None, keys: int | None = None) -> Tensor:
+        """M for queries start:stop, and the first `keys` keys if given, as a boolean (*batch, stop - start, n)."""
+        keys = self.n if keys is None else keys
+        rows = torch.ones(stop - start, keys, dtype=torch.bool, device=self.device if device is None else device)
         if self.ahead is not None:
             rows = rows.tril(start + self.ahead)
         visible = _take_rows(self.visible, start, stop)
-        return rows if visible is None else rows & visible
+        return rows if visible is None else rows & visible[..., :keys]
+
+    def pairs(self, device: torch.device | None = None) -> Tensor | None:
+        """M in the smallest form that broadcasts to (*batch, m, n); None if nothing is hidden."""
+        return self.rows(0, self.m, device) if self.causal else self.visible
 
     def part(self, start: int, stop: int, device: torch.device | None = None) -> Mask:
         """The mask of queries start:stop over the keys that they can reach, causality written out as a pair_mask."""
-        if self.ahead is None:
-            pairs, bias = (_take_rows(x, start, stop) for x in (self.pair_mask, self.attn_bias))
-            return Mask(stop - start, self.n, False, self.key_mask, pairs, bias)
-        n = max(1, min(stop + self.ahead, self.n))  # no query before `stop` attends beyond this
-        pairs = self.rows(start, stop, device)[..., :n]
         bias = _take_rows(self.attn_bias, start, stop)
+        if self.ahead is None:
+            return Mask(stop - start, self.n, False, self.key_mask, _take_rows(self.pair_mask, start, stop), bias)
+        n = max(1, min(stop + self.ahead, self.n))  # no query before `stop` attends beyond this
+        pairs = self.rows(start, stop, device, n)
         return Mask(stop - start, n, pair_mask=pairs, attn_bias=None if bias is None else bias[..., :n])
 
     def select(self, queries: Tensor, keys: Tensor) -> Mask:
@@ -262,7 +263,7 @@ class Mask:
         """attn_mask and is_causal for scaled_dot_product_attention; m x n is formed only where torch needs it."""
         if self.causal and self.ahead == 0 and self.m == self.n and self.visible is None and self.attn_bias is None:
             return {"attn_mask": None, "is_causal": True}
-        visible = self.rows(0, self.m, device) if self.causal else self.visible
+        visible = self.pairs(device)
         bias = None if self.attn_bias is None else self.attn_bias.to(dtype)
         if bias is None or visible is None:
             return {"attn_mask": visible if bias is None else bias, "is_causal": False}
@@ -276,9 +277,6 @@ class Mask:
     @property
     def _tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.key_mask, self.pair_mask, self.attn_bias
-
-    def leaves_no_row_empty(self) -> bool:
-        return not self.has_empty_rows()
 
 
 def share_between_heads(key_mask: Tensor, batch: Sequence[int]) -> Tensor:
@@ -338,7 +336,7 @@ def _split(attn_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     visible = attn_mask > torch.finfo(attn_mask.dtype).min / 2
     if bool(((attn_mask == 0) | ~visible).all()):
         return visible, None
-    near = attn_mask > LARGE_NEGATIVE
+    near = attn_mask > limits.LARGE_NEGATIVE
     if bool(((attn_mask == 0) | ~near).all()) and bool(near.any(-1).all()):
         return near, None
     return _none_if_all(visible), torch.where(visible, attn_mask, 0.0)
@@ -395,33 +393,3 @@ def supports(
 def supported(build: Callable[..., Any]) -> frozenset[MaskKind]:
     """The kinds of mask that a builder declared with `supports`."""
     return getattr(build, "supports", frozenset())
-
-
-Visibility = Mask
-visibility = Mask.checked
-
-Part = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(a, b, v) -> sum_j f(a_i, b_j) v_j over all j, or over j <= i: rows a (*batch, m, k), b (*batch, n, k)."""
-
-
-def causal_apply(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
-    """sum over j <= i + n - m of f(a_i, b_j) v_j: (*batch, n, d) -> (*batch, m, d)"""
-    ahead, silent = _overhang(a, b)
-    out = triangle(a[..., silent:, :], b[..., ahead:, :], v[..., ahead:, :])
-    if ahead:
-        out = out + rectangle(a, b[..., :ahead, :], v[..., :ahead, :])
-    return filled(out, (0, 0, silent, 0))
-
-
-def causal_adjoint(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, u: Tensor) -> Tensor:
-    """sum over i >= j - n + m of f(b_j, a_i) u_i: (*batch, m, d) -> (*batch, n, d), for f of which the order of the
-    arguments does not matter.  The transpose of a triangle is the triangle of both sequences reversed."""
-    ahead, silent = _overhang(a, b)
-    backwards = (b[..., ahead:, :].flip(-2), a[..., silent:, :].flip(-2), u[..., silent:, :].flip(-2))
-    out = triangle(*backwards).flip(-2)
-    return torch.cat([rectangle(b[..., :ahead, :], a, u), out], dim=-2) if ahead else out
-
-
-def _overhang(a: Tensor, b: Tensor) -> tuple[int, int]:
-    m, n = a.shape[-2], b.shape[-2]
-    return max(0, n - m), max(0, m - n)

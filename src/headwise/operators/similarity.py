@@ -3,7 +3,6 @@
     gaussian            f = exp(q . k)               C_i = sum_j f    softmax with scale 1
     embedded_gaussian   f = exp(θ(q) . φ(k))         C_i = sum_j f    softmax with scale 1
     dot_product         f = θ(q) . φ(k)              C = n            in dot_product.py; f may be negative
-    scaled              f = (θ(q) . φ(k)) / n        C = 1            the same matrix
     concatenation       f = relu(w . [θ(q); φ(k)])   C = n            in concatenation.py
 
 Wang, Girshick, Gupta & He 2018 ("Non-local neural networks").  θ, φ and g are callables, or matrices W (out, in) as
@@ -19,12 +18,14 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.operators.base import AttentionOperator
+from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, supports
 from headwise.operators.softmax import Softmax, softmax
 from headwise.shapes import no_empty_axis, same_axis, same_kind
 
 Embedding = Callable[[Tensor], Tensor] | Tensor | None
 
 
+@supports(CAUSAL, KEY_MASK, PAIR_MASK, ATTN_BIAS)
 def gaussian(
     q: Tensor,
     k: Tensor,
@@ -32,12 +33,13 @@ def gaussian(
     causal: bool = False,
     key_mask: Tensor | None = None,
     pair_mask: Tensor | None = None,
-    bias: Tensor | None = None,
+    attn_bias: Tensor | None = None,
 ) -> Softmax:
     """P_ij = exp(q_i . k_j) / C_i, C_i the sum of the row: softmax without the 1/sqrt(k)."""
-    return softmax(q, k, scale=1.0, causal=causal, key_mask=key_mask, pair_mask=pair_mask, bias=bias)
+    return softmax(q, k, scale=1.0, causal=causal, key_mask=key_mask, pair_mask=pair_mask, attn_bias=attn_bias)
 
 
+@supports(CAUSAL, KEY_MASK, PAIR_MASK, ATTN_BIAS)
 def embedded_gaussian(
     q: Tensor,
     k: Tensor,
@@ -47,11 +49,11 @@ def embedded_gaussian(
     causal: bool = False,
     key_mask: Tensor | None = None,
     pair_mask: Tensor | None = None,
-    bias: Tensor | None = None,
+    attn_bias: Tensor | None = None,
 ) -> Softmax:
     """P_ij = exp(θ(q_i) . φ(k_j)) / C_i, C_i the sum of the row.  With no θ and φ it is `gaussian`."""
     q, k = embed("EmbeddedGaussian", "q", q, theta), embed("EmbeddedGaussian", "k", k, phi)
-    return gaussian(q, k, causal=causal, key_mask=key_mask, pair_mask=pair_mask, bias=bias)
+    return gaussian(q, k, causal=causal, key_mask=key_mask, pair_mask=pair_mask, attn_bias=attn_bias)
 
 
 def attend(operator: AttentionOperator, v: Tensor, g: Embedding = None) -> Tensor:
@@ -60,7 +62,7 @@ def attend(operator: AttentionOperator, v: Tensor, g: Embedding = None) -> Tenso
 
 
 def embed(owner: str, name: str, x: Tensor, map: Embedding) -> Tensor:
-    """The rows of x through a matrix or a callable; a map that changes the number of rows is refused."""
+    """The rows of x through a matrix or a callable; ShapeError if the map changes the number of rows."""
     no_empty_axis(owner, **{name: x})
     if map is None:
         return x

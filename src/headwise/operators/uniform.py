@@ -15,15 +15,15 @@ from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.operators.masks import Visibility, visibility
+from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Uniform(AttentionOperator):
-    """P_ij = M_ij / C_i: every key that query i may see (M_ij = 1) has the same weight, C_i = sum_j M_ij.
+    """P_ij = M_ij / C_i: every key that query i attends to (M_ij = 1) has the same weight, C_i = sum_j M_ij.
 
-    A query that sees no key gives a row of zeros, and then P is not claimed to be stochastic.
+    A query without keys gives a row of zeros, and then P does not claim to be stochastic.
 
     >>> uniform(3, 3, causal=True).dense()
     tensor([[1.0000, 0.0000, 0.0000],
@@ -31,60 +31,61 @@ class Uniform(AttentionOperator):
             [0.3333, 0.3333, 0.3333]])
     """
 
-    seen: Visibility
+    mask: Mask
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.seen.batch, self.seen.m, self.seen.n))
+        return torch.Size((*self.mask.batch, self.mask.m, self.mask.n))
 
     @property
     def claims(self) -> frozenset[Claim]:
         promised = {Claim.NONNEGATIVE}
-        if self.seen.leaves_no_row_empty():
+        if not self.mask.has_empty_rows():
             promised.add(Claim.STOCHASTIC)
-        if self.seen.causal:
+        if self.mask.causal:
             promised.add(Claim.CAUSAL)
-        elif self.seen.key_mask is None and self.seen.m == self.seen.n:
+        elif self.mask.key_mask is None and self.mask.m == self.mask.n:
             promised.add(Claim.SYMMETRIC)
         return frozenset(promised)
 
     def apply(self, v: Tensor) -> Tensor:
         # half precision cannot count beyond 2048: sums and counts are kept in float32 until the end
-        x = self.seen.hide(v).to(torch.promote_types(v.dtype, torch.float32))
-        m, square = self.seen.m, self.seen.overlap
-        if self.seen.causal:
+        x = self.mask.hide(v).to(torch.promote_types(v.dtype, torch.float32))
+        m, square = self.mask.m, self.mask.overlap
+        if self.mask.causal:
             sums = torch.nn.functional.pad(x.cumsum(-2)[..., -square:, :], (0, 0, m - square, 0))
         else:
             sums = x.sum(-2, keepdim=True).expand(*x.shape[:-2], m, x.shape[-1])
-        return self.seen.average(sums).to(v.dtype)
+        return self.mask.average(sums).to(v.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """Column j gathers u_i / C_i from the rows that see it: a sum, or, causal, a running sum from the end."""
-        x = self.seen.average(u.to(torch.promote_types(u.dtype, torch.float32)))
-        n, square = self.seen.n, self.seen.overlap
-        if self.seen.causal:
+        """Column j gathers u_i / C_i from the rows that attend to it: a sum, or, causal, a running sum from the end."""
+        x = self.mask.average(u.to(torch.promote_types(u.dtype, torch.float32)))
+        n, square = self.mask.n, self.mask.overlap
+        if self.mask.causal:
             sums = x[..., -square:, :].flip(-2).cumsum(-2).flip(-2)
-            # keys before the causal square are seen by every query
+            # every query attends to the keys before the causal square
             sums = torch.cat([sums[..., :1, :].expand(*sums.shape[:-2], n - square, sums.shape[-1]), sums], dim=-2)
         else:
             sums = x.sum(-2, keepdim=True).expand(*x.shape[:-2], n, x.shape[-1])
-        return self.seen.hide(sums).to(u.dtype)
+        return self.mask.hide(sums).to(u.dtype)
 
     def cost(self, d: int) -> Cost:
         """One addition for every entry of v."""
-        depth = self.seen.n if self.seen.causal else 1
-        return Cost(self.seen.n * d, self.seen.n * d, depth).times(self.seen.batch.numel())
+        depth = self.mask.n if self.mask.causal else 1
+        return Cost(self.mask.n * d, self.mask.n * d, depth).times(self.mask.batch.numel())
 
     def adjoint_cost(self, d: int) -> Cost:
         """One addition for every entry of u."""
-        depth = self.seen.m if self.seen.causal else 1
-        return Cost(self.seen.overlap * d if self.seen.causal else self.seen.m * d, self.seen.m * d, depth).times(
-            self.seen.batch.numel()
+        depth = self.mask.m if self.mask.causal else 1
+        return Cost(self.mask.overlap * d if self.mask.causal else self.mask.m * d, self.mask.m * d, depth).times(
+            self.mask.batch.numel()
         )
 
 
+@supports(CAUSAL, KEY_MASK, instead="softmax with q = 0")
 def uniform(m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None) -> Uniform:
-    """The mean over the visible keys.  `key_mask` (*batch, n) is True at keys that exist."""
+    """P_ij = M_ij / C_i, the mean over the visible keys.  `key_mask` (*batch, n), True = attend."""
     if m < 1 or n < 1:
         raise ShapeError(f"Uniform: m has {m}, n has {n}: an empty axis has no attention")
-    return Uniform(visibility("Uniform", m, n, causal=causal, key_mask=key_mask))
+    return Uniform(Mask.checked("Uniform", m, n, causal=causal, key_mask=key_mask))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.models.fingerprint import fingerprint
+from headwise.models.inputs import max_positions
 from headwise.models.load import one_line
 from headwise.outputs import atomic, json_text, write_text
 from headwise.replacement.install.mixed_heads import MixedHeads
@@ -237,13 +238,6 @@ def each_head(sites: Sites) -> Iterator[tuple[str, int, Choice]]:
 def check_tolerance(tolerance: float) -> None:
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise InputError(f"tolerance must be a finite number of at least 0, but is {tolerance}")
-
-
-def max_positions(model: nn.Module) -> int | None:
-    """The longest sequence that the config of a model allows, None if it sets no limit."""
-    config = getattr(model, "config", None)
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
-    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def _read(file: Path) -> dict[str, Any]:

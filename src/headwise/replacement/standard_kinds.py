@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import UnsupportedError
-from headwise.operators._kernels.row_chunks import ENTRIES
+from headwise.operators._kernels import limits
 from headwise.operators.base import AttentionOperator
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.linear.factored import factored
@@ -18,8 +18,8 @@ from headwise.operators.linear.nystrom import nystrom
 from headwise.operators.linear.projected import projected
 from headwise.operators.linear.projections import Dense
 from headwise.operators.linear.window_low_rank import window_low_rank
-from headwise.operators.relative.offset import look
-from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.relative.offset import offset
+from headwise.operators.relative.toeplitz import toeplitz_softmax
 from headwise.operators.softmax import softmax
 from headwise.operators.sparse.hashed import hashed, random_rotations
 from headwise.operators.sparse.window import window
@@ -76,9 +76,9 @@ register_kind(
     "offset",
     Kind(
         "the key `offset` positions later, or the outermost one at the ends",
-        lambda x, options, tensors: look(x.m, x.n, int(options["offset"]), like=x.q, keep=x.key_mask),
+        lambda x, options, tensors: offset(x.m, x.n, int(options["offset"]), key_mask=x.key_mask, device=x.q.device),
         {"offset": KindOption(0)},
-        candidates=lambda length, quick: [{"offset": offset} for offset in (-1, 0, 1)],
+        candidates=lambda length, quick: [{"offset": by} for by in (-1, 0, 1)],
         causal=lambda options: options["offset"] <= 0,
         cached=True,
         reads_scores=False,
@@ -115,7 +115,7 @@ def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:
     total, count = torch.zeros(heads, 2 * reach + 1), torch.zeros(2 * reach + 1)
     for x in (sample.inputs for sample in samples):
         keys = x.k if x.k.shape[1] == heads else x.k.repeat_interleave(heads // x.k.shape[1], dim=1)
-        block = max(1, ENTRIES // (heads * x.n))
+        block = max(1, limits.SCORE_ENTRIES // (heads * x.n))
         for b in range(x.q.shape[0]):
             for start in range(0, x.n, block):
                 stop = min(x.n, start + block)
@@ -182,7 +182,7 @@ register_kind(
 def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     width, leading = int(options["width"]), min(int(options["leading"]), x.n)
     if x.padding_before is None or not leading or x.key_mask is None:
-        return window(x.q, x.k, width, tokens=leading, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
+        return window(x.q, x.k, width, leading=leading, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
     # new queries against a cache that begins with padding: the leading keys differ from sequence to sequence
     i, j = torch.arange(x.n - x.m, x.n, device=x.q.device)[:, None], torch.arange(x.n, device=x.q.device)
     attended = (j <= i) & ((j > i - width) | (j < (x.padding_before + leading).unsqueeze(-1)))  # (b, m, n)
@@ -192,7 +192,9 @@ def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOpera
 def _near_far(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     a, b, c = (tensors[name].to(x.q.dtype) for name in ("a", "b", "c"))
     block, leading = int(options["block"]), min(int(options["leading"]), x.n - 1)
-    return near_far(x.q, x.k, a, b, c, block=block, first=leading, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
+    return near_far(
+        x.q, x.k, a, b, c, block=block, leading=leading, scale=x.scale, causal=x.causal, key_mask=x.key_mask
+    )
 
 
 def _initial_near_far(options: Options, length: int, width: int) -> Tensors:
@@ -358,7 +360,7 @@ def _window_low_rank(x: HeadInputs, options: Options, tensors: Tensors) -> Atten
     e, f = _projections("window_low_rank", x, tensors)
     width, leading = int(options["width"]), min(int(options["leading"]), x.n)
     bias = tensors["bias"].to(x.q.dtype)
-    return window_low_rank(x.q, x.k, width, e, f, bias, tokens=leading, scale=x.scale, key_mask=x.key_mask)
+    return window_low_rank(x.q, x.k, width, e, f, bias, leading=leading, scale=x.scale, key_mask=x.key_mask)
 
 
 def _initial_projections(options: Options, length: int, width: int) -> Tensors:

@@ -1,4 +1,4 @@
-"""Shipped for users: hold your own operator to the contract that all of ours keep.
+"""Test your own attention operator against the contract that every operator of headwise satisfies.
 
 >>> import torch
 >>> from headwise.operators.softmax import softmax
@@ -8,8 +8,8 @@
 ...     reference=lambda q, k: (q @ k.mT / 2).softmax(-1),
 ... )
 
-`references` has the slow float64 twins of the exact forms, `count` the multiply-add counter, and `strategies` draws
-shapes, tensors, masks and bad input for hypothesis (the only module here that needs more than torch).
+`references` has slow float64 references of the operators, `counting` counts multiply-adds and bytes, and `strategies`
+draws shapes, tensors, masks and bad input for hypothesis (the only module here that needs more than torch).
 """
 
 from headwise.testing.contract import CHECKS as CHECKS
@@ -17,3 +17,4 @@ from headwise.testing.contract import Case as Case
 from headwise.testing.contract import ContractError as ContractError
 from headwise.testing.contract import assert_operator as assert_operator
 from headwise.testing.counting import count_multiply_adds as count_multiply_adds
+from headwise.testing.counting import peak_bytes as peak_bytes

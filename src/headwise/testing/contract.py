@@ -1,16 +1,16 @@
-"""What every attention operator keeps, whoever wrote it: fifteen properties of P, each measured, each able to fail.
+"""The contract of attention operators: fifteen properties of P, each measured.
 
     linear      P(ax + by) = aPx + bPy                    broadcast   batch axes of v broadcast against those of P
-    adjoint     <Pv, u> = <v, P^T u>                      strides     views are read as the numbers they show
-    dense       dense() = apply(I) = the twin             vmap        over v, and over the tensors P is built from
-    claims      every claim holds for dense()             compile     P in torch.compile(fullgraph=True), unchanged
-    values      apply and adjoint equal the twin          trace       and so is the building of P
-    gradients   and so do their gradients                 half        float32, bfloat16, float16 stay near the twin
+    adjoint     <Pv, u> = <v, P^T u>                      strides     non-contiguous tensors give the same values
+    dense       dense() = apply(I) = reference            vmap        over v, and over the tensors P is built from
+    claims      every claim holds for dense()             compile     apply and adjoint under torch.compile(fullgraph)
+    values      apply and adjoint equal the reference     trace       building and applying P under torch.compile
+    gradients   and so do their gradients                 half        float32, bfloat16, float16 near the reference
     cost        multiply-adds agree with a count          copies      deep copies and saved files are the same P
-                                                          repeatable  P is one matrix: applied twice, it agrees
+                                                          repeatable  applying P twice gives equal results
 
-The twin is a function of the same tensors that returns P itself in float64, written without any code of the operator.
-Errors are largest absolute differences relative to the largest entry expected (or to 1 if that is larger).
+The reference is a function of the same tensors that returns P in float64 and shares no code with the operator.  Errors
+are largest absolute differences relative to the largest expected entry (or to 1 if that is larger).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torc
 
 
 class ContractError(AssertionError):
-    """An operator broke a property; the text names the operator, the property, the error and the tolerance."""
+    """An operator violates a property; the message names the operator, the property, the error and the tolerance."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """How to build one operator, and its twin.
+    """How to build one operator, and its reference.
 
     build      called with the inputs by name, returns the operator
-    inputs     name -> sizes of a standard normal tensor, or a tensor to be used as it is (masks; weights of a range)
-    reference  called with the same inputs in float64, returns P (*batch, m, n); None leaves out the comparisons with it
+    inputs     name -> shape of a standard normal tensor, or a tensor to use as it is (such as a mask)
+    reference  called with the same inputs in float64, returns P (*batch, m, n); None: the operator's own dense()
     tolerance  multiplies every tolerance, for an operator that is worse conditioned than a softmax
-    skip       name of a check -> why it cannot hold for this operator
+    skip       name of a check -> why it does not apply to this operator
     """
 
     name: str
@@ -58,7 +58,7 @@ class Case:
     skip: Mapping[str, str] = field(default_factory=dict)
 
     def tensors(self, dtype: torch.dtype = torch.float64, *, draw: int = 0) -> dict[str, Tensor]:
-        """The inputs, floating ones in `dtype`; the same for the same `draw` in every process."""
+        """The inputs, floating-point ones in `dtype`; the same for the same `draw` in every process."""
         return {name: self._tensor(name, given, dtype, draw) for name, given in self.inputs.items()}
 
     def _tensor(self, name: str, given: Tensor | Sequence[int], dtype: torch.dtype, draw: int) -> Tensor:
@@ -71,19 +71,19 @@ class Case:
         return self.build(**self.tensors(dtype))
 
     def matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The twin's P of these tensors; without a twin, the operator's own in float64."""
+        """P of these tensors by the reference; without one, the operator's own in float64."""
         double = {name: x.double() if x.dtype.is_floating_point else x for name, x in tensors.items()}
         if self.reference is not None:
             return self.reference(**double)
         return self.build(**double).dense(torch.empty(0, dtype=torch.float64))
 
     def widths(self) -> list[int]:
-        """Value widths to try: one column, the key width (fused attention has a fast path there), past twice it."""
+        """Value widths to test: 1, the key width (fused attention has a fast path there), and more than twice that."""
         floating = [x.shape[-1] for x in self.tensors().values() if x.dtype.is_floating_point and x.dim() > 1]
         return sorted({1, *floating[:1], 2 * max(floating[:1], default=2) + 1})
 
     def check(self, name: str) -> None:
-        """One of CHECKS; whatever else goes wrong in it is a ContractError too, with the case and the check named."""
+        """Run one of CHECKS; any other exception becomes a ContractError that names the case and the check."""
         try:
             CHECKS[name](self)
         except ContractError:
@@ -91,13 +91,13 @@ class Case:
         except Exception as error:
             raise ContractError(f"{self.name}: {name}: raised {type(error).__name__}: {error}") from error
 
-    def agree(self, what: str, found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
-        if found.shape != expected.shape:
-            raise ContractError(f"{self.name}: {what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
-        if not found.isfinite().all():
-            raise ContractError(f"{self.name}: {what}: {int((~found.isfinite()).sum())} entries are not finite")
-        found, expected = found.detach().double(), expected.detach().double()
-        error = ((found - expected).abs().amax() / expected.abs().amax().clamp(min=1.0)).item()
+    def agree(self, what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        if actual.shape != expected.shape:
+            raise ContractError(f"{self.name}: {what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+        if not actual.isfinite().all():
+            raise ContractError(f"{self.name}: {what}: {int((~actual.isfinite()).sum())} entries are not finite")
+        actual, expected = actual.detach().double(), expected.detach().double()
+        error = ((actual - expected).abs().amax() / expected.abs().amax().clamp(min=1.0)).item()
         if error > (allowed := TOLERANCE[dtype] * self.tolerance):
             raise ContractError(f"{self.name}: {what}: error {error:.1e}, tolerance {allowed:.1e} in {dtype}")
 
@@ -110,7 +110,10 @@ def assert_operator(
     tolerance: float = 1.0,
     skip: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise a ContractError (an AssertionError) at the first property in CHECKS that `build(**inputs)` breaks."""
+    """Raise a ContractError (an AssertionError) at the first property in CHECKS that `build(**inputs)` violates.
+
+    The arguments are the fields of `Case`.
+    """
     case = Case(_name(build), build, inputs or {}, reference, tolerance, skip or {})
     if unknown := set(case.skip) - set(CHECKS):
         raise ContractError(f"{case.name}: skip names {sorted(unknown)}, but the checks are {sorted(CHECKS)}")
@@ -120,15 +123,20 @@ def assert_operator(
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Standard normal numbers that depend on the seed alone."""
+    """Standard normal numbers, drawn in float64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def _sides(op: AttentionOperator, d: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """v (*batch, n, d) to apply P to, and u (*batch, m, d) to apply P^T to."""
+    """v (*batch, n, d) and u (*batch, m, d), inputs of apply and adjoint."""
     *batch, m, n = op.shape
     return normal(*batch, n, d, seed=1, dtype=dtype), normal(*batch, m, d, seed=2, dtype=dtype)
+
+
+def _results(op: AttentionOperator, p: Tensor, v: Tensor, u: Tensor) -> list[tuple[str, Tensor, Tensor, Tensor]]:
+    """(name, input, result, expected result) of apply and adjoint, where P is the matrix p."""
+    return [("apply", v, op(v), p @ v.to(p.dtype)), ("adjoint", u, op.adjoint(u), p.mT @ u.to(p.dtype))]
 
 
 def check_linear(case: Case) -> None:
@@ -152,7 +160,7 @@ def check_dense(case: Case) -> None:
     like = torch.empty(0, dtype=torch.float64)
     case.agree("dense = apply(I)", op.dense(like), op(torch.eye(n, dtype=like.dtype).expand(*batch, n, n)))
     expected = case.matrix(case.tensors()).expand(*batch, m, n)
-    case.agree("dense = the twin", op.dense(like), expected)
+    case.agree("dense = reference", op.dense(like), expected)
 
 
 def check_claims(case: Case) -> None:
@@ -162,7 +170,7 @@ def check_claims(case: Case) -> None:
         error, allowed = DISTANCES[claim](p).item(), TOLERANCE[torch.float64] * case.tolerance
         if not error <= allowed:
             raise ContractError(
-                f"{case.name}: claims: says {claim.name} ({claim.value}), but is {error:.1e} from it, "
+                f"{case.name}: claims: declares {claim.name} ({claim.value}), but the error is {error:.1e}, "
                 f"tolerance {allowed:.1e}"
             )
 
@@ -170,35 +178,33 @@ def check_claims(case: Case) -> None:
 def check_values(case: Case) -> None:
     op, p = case.operator(), case.matrix(case.tensors())
     for d in case.widths():
-        v, u = _sides(op, d)
-        case.agree(f"values of apply at width {d}", op(v), p @ v)
-        case.agree(f"values of adjoint at width {d}", op.adjoint(u), p.mT @ u)
+        for what, _, actual, expected in _results(op, p, *_sides(op, d)):
+            case.agree(f"values of {what} at width {d}", actual, expected)
 
 
 def check_gradients(case: Case) -> None:
-    """Of <P v, pull> and <P^T u, pull>, in v, in u and in every floating tensor that P was built from."""
+    """Gradients of <P v, pull> and <P^T u, pull> with respect to v, u and every floating tensor P is built from."""
     tensors = case.tensors()
     leaves = {name: x.requires_grad_() for name, x in tensors.items() if x.dtype.is_floating_point}
     op, p = case.build(**tensors), case.matrix(tensors)
     for d in case.widths():
-        v, u = (x.requires_grad_() for x in _sides(op, d))
-        for what, x, found, expected in (("apply", v, op(v), p @ v), ("adjoint", u, op.adjoint(u), p.mT @ u)):
-            pull = normal(*found.shape, seed=3)
-            _compare_gradients(case, f"{what} at width {d}", found, expected, {**leaves, "x": x}, pull)
+        for what, x, actual, expected in _results(op, p, *(x.requires_grad_() for x in _sides(op, d))):
+            pull = normal(*actual.shape, seed=3)
+            _compare_gradients(case, f"{what} at width {d}", actual, expected, {**leaves, "x": x}, pull)
 
 
 def _compare_gradients(
-    case: Case, what: str, found: Tensor, expected: Tensor, leaves: Mapping[str, Tensor], pull: Tensor
+    case: Case, what: str, actual: Tensor, expected: Tensor, leaves: Mapping[str, Tensor], pull: Tensor
 ) -> None:
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    fast = torch.autograd.grad(found, list(leaves.values()), pull, **options)
+    fast = torch.autograd.grad(actual, list(leaves.values()), pull, **options)
     slow = torch.autograd.grad(expected, list(leaves.values()), pull, **options)
     for name, a, b in zip(leaves, fast, slow, strict=True):
         case.agree(f"gradient of {what} with respect to {name}", a, b)
 
 
 def check_cost(case: Case) -> None:
-    """products <= multiply_adds <= products + sums, as `headwise.testing.counting` counts one apply; exact, no slack."""
+    """products <= multiply_adds <= products + sums, counted by `headwise.testing.counting`."""
     op = case.operator(torch.float32)
     for d in case.widths():
         v, u = _sides(op, d, torch.float32)
@@ -209,8 +215,8 @@ def check_cost(case: Case) -> None:
             count = count_multiply_adds(run)
             if not count.products <= stated <= count.products + count.sums:
                 raise ContractError(
-                    f"{case.name}: cost: {what}({d}) states {stated} multiply-adds, but {count.products} were done in "
-                    f"matrix products and at most {count.sums} more in sums"
+                    f"{case.name}: cost: {what}({d}) states {stated} multiply-adds, but matrix products need "
+                    f"{count.products}, and sums at most {count.sums} more"
                 )
 
 
@@ -220,22 +226,21 @@ def check_broadcast(case: Case) -> None:
     wider = [3 if size == 1 else size for size in batch]
     for shape in {(), (2, *batch), tuple(1 for _ in batch), tuple(wider), (2, *wider)}:
         v, u = normal(*shape, n, 3, seed=1), normal(*shape, m, 3, seed=2)
-        case.agree(f"broadcast of v with batch axes {shape}", op(v), p.expand(*batch, m, n) @ v)
-        case.agree(f"broadcast of u with batch axes {shape}", op.adjoint(u), p.expand(*batch, m, n).mT @ u)
+        for what, _, actual, expected in _results(op, p.expand(*batch, m, n), v, u):
+            case.agree(f"broadcast: {what} with batch axes {shape}", actual, expected)
 
 
 def check_strides(case: Case) -> None:
-    """The same numbers in other layouts of memory: a kernel that ignores strides reads the wrong ones, or a NaN."""
-    d = case.widths()[-2]  # the key width: at others, padding to one width would hide the layout from a fused kernel
+    """The same values in other memory layouts: a kernel that ignores strides reads wrong numbers, or NaN."""
+    d = case.widths()[-2]  # the key width: at others, padding would hide the layout from a fused kernel
     for layout, lay in (("spread out", _spread), ("stored by columns", _by_columns), ("expanded", _expanded)):
         given = case.tensors() if layout == "expanded" else {name: lay(x) for name, x in case.tensors().items()}
         leaves = {name: x.requires_grad_() for name, x in given.items() if x.dtype.is_floating_point}
         op, p = case.build(**given), case.matrix(given)
-        v, u = (lay(x).requires_grad_() for x in _sides(op, d))
-        for what, x, found, expected in (("apply", v, op(v), p @ v), ("adjoint", u, op.adjoint(u), p.mT @ u)):
-            case.agree(f"strides: {what} with tensors {layout}", found, expected)
-            pull = lay(normal(*found.shape, seed=3))
-            _compare_gradients(case, f"{what} with tensors {layout}", found, expected, {**leaves, "x": x}, pull)
+        for what, x, actual, expected in _results(op, p, *(lay(x).requires_grad_() for x in _sides(op, d))):
+            case.agree(f"strides: {what} with tensors {layout}", actual, expected)
+            pull = lay(normal(*actual.shape, seed=3))
+            _compare_gradients(case, f"{what} with tensors {layout}", actual, expected, {**leaves, "x": x}, pull)
 
 
 def _spread(x: Tensor) -> Tensor:
@@ -244,40 +249,36 @@ def _spread(x: Tensor) -> Tensor:
 
 
 def _by_columns(x: Tensor) -> Tensor:
-    """A dense transpose; unlike a spread view it keeps its strides when it is cloned."""
+    """A transposed contiguous tensor; unlike a spread view it keeps its strides when cloned."""
     return x.mT.contiguous().mT if x.dim() > 1 else x
 
 
 def _expanded(x: Tensor) -> Tensor:
-    """One number for the whole tensor, as the gradient of a sum is."""
+    """One number expanded to the whole tensor, like the gradient of a sum."""
     return x.flatten()[0].clone().expand(x.shape)
 
 
 def check_vmap(case: Case) -> None:
-    with warnings.catch_warnings():
-        # fused attention has no batching rule on CPU: torch loops over it, which is slow and right
-        warnings.filterwarnings("ignore", "There is a performance drop")
-        _compare_vmaps(case)
-
-
-def _compare_vmaps(case: Case) -> None:
     op, p = case.operator(), case.matrix(case.tensors())
     *batch, m, n = op.shape
     v, u = normal(2, *batch, n, 3, seed=1), normal(2, *batch, m, 3, seed=2)
-    case.agree("vmap of apply over v", torch.func.vmap(op)(v), p @ v)
-    case.agree("vmap of adjoint over u", torch.func.vmap(op.adjoint)(u), p.mT @ u)
     draws = [case.tensors(draw=0), case.tensors(draw=1)]
     floating = [name for name, x in draws[0].items() if x.dtype.is_floating_point]
-    if floating:
-        others = {name: x for name, x in draws[0].items() if name not in floating}
-        stacked = [torch.stack([draw[name] for draw in draws]) for name in floating]
-        built = torch.func.vmap(lambda v, *xs: case.build(**others, **dict(zip(floating, xs, strict=True)))(v))
-        expected = torch.stack([case.matrix(draw) @ x for draw, x in zip(draws, v, strict=True)])
-        case.agree("vmap over the tensors P is built from", built(v, *stacked), expected)
+    others = {name: x for name, x in draws[0].items() if name not in floating}
+    stacked = [torch.stack([draw[name] for draw in draws]) for name in floating]
+    with warnings.catch_warnings():
+        # fused attention has no batching rule on CPU, so torch loops over it
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        case.agree("vmap of apply over v", torch.func.vmap(op)(v), p @ v)
+        case.agree("vmap of adjoint over u", torch.func.vmap(op.adjoint)(u), p.mT @ u)
+        if floating:
+            built = torch.func.vmap(lambda v, *xs: case.build(**others, **dict(zip(floating, xs, strict=True)))(v))
+            expected = torch.stack([case.matrix(draw) @ x for draw, x in zip(draws, v, strict=True)])
+            case.agree("vmap over the tensors P is built from", built(v, *stacked), expected)
 
 
 def check_compile(case: Case, backend: str = "aot_eager") -> None:
-    """`op` in one graph without breaks.  `aot_eager` needs no C++ compiler; torch's default is `inductor`."""
+    """`op` in one graph without breaks.  `aot_eager` needs no C++ compiler, unlike `inductor`."""
     op = case.operator()
     v, u = _sides(op, 3)
     run = torch.compile(lambda v, u: (op(v), op.adjoint(u)), fullgraph=True, backend=backend)
@@ -288,36 +289,32 @@ def check_compile(case: Case, backend: str = "aot_eager") -> None:
 
 
 def check_trace(case: Case, backend: str = "aot_eager") -> None:
-    """The builder inside the graph too, as in a layer that is compiled whole."""
+    """The builder and `op` in one graph, as in a compiled layer."""
     op, tensors = case.operator(), case.tensors()
     v, _ = _sides(op, 3)
     run = torch.compile(lambda v, tensors: case.build(**tensors)(v), fullgraph=True, backend=backend)
     with _fresh_compiler():
-        found = run(v, tensors)
-    case.agree(f"trace ({backend}) of building and applying", found, op(v))
+        actual = run(v, tensors)
+    case.agree(f"trace ({backend}) of building and applying", actual, op(v))
 
 
 @contextmanager
 def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()  # every case brings its own operator, and dynamo gives up on the ninth of one lambda
+    torch._dynamo.reset()  # dynamo stops compiling a lambda after eight different operators
     with torch.no_grad():
         yield
 
 
 def check_half(case: Case) -> None:
-    """Each dtype against the twin of the inputs as rounded to it, so that only its own rounding counts."""
+    """Each dtype against the reference for inputs rounded to that dtype."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         tensors = case.tensors(dtype)
         op, p = case.build(**tensors), case.matrix(tensors)
         for d in case.widths():
-            v, u = _sides(op, d, dtype)
-            for what, found, expected in (
-                ("apply", op(v), p @ v.double()),
-                ("adjoint", op.adjoint(u), p.mT @ u.double()),
-            ):
-                if found.dtype != dtype:
-                    raise ContractError(f"{case.name}: half: {what} of {dtype} gives {found.dtype}")
-                case.agree(f"half: {what} at width {d}", found, expected, dtype)
+            for what, _, actual, expected in _results(op, p, *_sides(op, d, dtype)):
+                if actual.dtype != dtype:
+                    raise ContractError(f"{case.name}: half: {what} of {dtype} returns {actual.dtype}")
+                case.agree(f"half: {what} at width {d}", actual, expected, dtype)
 
 
 def check_copies(case: Case) -> None:
@@ -343,28 +340,31 @@ def check_repeatable(case: Case) -> None:
     for what, first, second in (("apply", op(v), op(v)), ("adjoint", op.adjoint(u), op.adjoint(u))):
         if not torch.equal(first, second):
             raise ContractError(
-                f"{case.name}: repeatable: {what} twice gives two answers; draw randomness when building"
+                f"{case.name}: repeatable: two calls of {what} differ; draw random numbers when building P"
             )
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {
-    "linear": check_linear,
-    "adjoint": check_adjoint,
-    "dense": check_dense,
-    "claims": check_claims,
-    "values": check_values,
-    "gradients": check_gradients,
-    "cost": check_cost,
-    "broadcast": check_broadcast,
-    "strides": check_strides,
-    "vmap": check_vmap,
-    "compile": check_compile,
-    "trace": check_trace,
-    "half": check_half,
-    "copies": check_copies,
-    "repeatable": check_repeatable,
+    check.__name__.removeprefix("check_"): check
+    for check in (
+        check_linear,
+        check_adjoint,
+        check_dense,
+        check_claims,
+        check_values,
+        check_gradients,
+        check_cost,
+        check_broadcast,
+        check_strides,
+        check_vmap,
+        check_compile,
+        check_trace,
+        check_half,
+        check_copies,
+        check_repeatable,
+    )
 }
-"""Every property by name, in the order they are checked: the simplest failure first."""
+"""The checks by name, in the order in which they run."""
 
 
 def _name(build: Callable[..., object]) -> str:

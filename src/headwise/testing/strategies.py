@@ -184,19 +184,21 @@ def wrong_mask(draw: st.DrawFn) -> Bad:
 
 @st.composite
 def wrong_bias(draw: st.DrawFn) -> Bad:
-    """A bias of a wrong shape, of integers, or on another device."""
+    """An attn_bias of a wrong shape, of integers, or on another device."""
     bad = draw(good())
     m, n = bad.q.shape[-2], bad.k.shape[-2]
     shape, dtype, device, names = draw(
         st.sampled_from(
             [
                 ((m + 1, n + 1), torch.float64, "cpu", (str((m + 1, n + 1)),)),
-                ((m, n), torch.bool, "cpu", ("bias", "torch.bool")),
-                ((m, n), torch.float64, "meta", ("bias", "meta", "cpu")),
+                ((m, n), torch.bool, "cpu", ("attn_bias", "torch.bool")),
+                ((m, n), torch.float64, "meta", ("attn_bias", "meta", "cpu")),
             ]
         )
     )
-    return replace(bad, what="wrong bias", masks={"bias": torch.ones(*shape, dtype=dtype, device=device)}, names=names)
+    return replace(
+        bad, what="wrong attn_bias", masks={"attn_bias": torch.ones(*shape, dtype=dtype, device=device)}, names=names
+    )
 
 
 @st.composite

@@ -162,8 +162,8 @@ def _steps(model: Encoder | Iterable[nn.Module], *, skip: bool, mlp: bool) -> It
                 )
         pairs = ((layer, None) for layer in layers)
     for attention, forward in pairs:
-        kept = [attention] if forward is None or not mlp else [attention, forward]
-        yield nn.Sequential(*(_Switched(copy.deepcopy(part).double().eval(), skip) for part in kept))
+        parts = [attention] if forward is None or not mlp else [attention, forward]
+        yield nn.Sequential(*(_Switched(copy.deepcopy(part).double().eval(), skip) for part in parts))
 
 
 class _Switched(nn.Module):

@@ -345,10 +345,10 @@ def _at_positions(element: Element, a: Tensor, y: Tensor, where: tuple[int, ...]
     gap = flat(_gap(element, a, b))
     if element.depth is None:
         return _Errors(gap, flat(b), None, None)
-    places = torch.arange(math.prod(grid), device=y.device)
-    origin = element.act_out(places.reshape([y.shape[axis] for axis in where]), range(len(where))).flatten()
+    positions = torch.arange(math.prod(grid), device=y.device)
+    origin = element.act_out(positions.reshape([y.shape[axis] for axis in where]), range(len(where))).flatten()
     # the sides of a rotated grid that is not square differ, so that indices cannot be compared
-    moved = origin != places if all(y.shape[axis] == b.shape[axis] for axis in where) else places >= 0
+    moved = origin != positions if all(y.shape[axis] == b.shape[axis] for axis in where) else positions >= 0
     return _Errors(gap, flat(b), element.depth(grid).flatten().to(y.device), moved)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.examination.measure.ablation import collapse_curves
+from headwise.examination.measure.depth import collapse_curves
 from headwise.examination.measure.path_lengths import by_length
 from headwise.theory.collapse import relative_residual
 from tests.models.tiny_models import ALL, sharpen

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.examination.examine import examine
-from headwise.examination.measure.depth import with_depth
-from headwise.examination.report.page import write
+from headwise.examination import examine, with_depth, write_report
 from tests.models.tiny_models import ALL, sharpen
 
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -30,8 +28,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("report")
     model, batch = ALL["llama"]()
     words = ["</script><script>alert(1)</script>", "&amp;", '"quoted"', *(f"word{i}" for i in range(37))]
-    found = examine(sharpen(model), [batch, batch], name="tiny <b>llama</b>", tokens=lambda x: [words])
-    return write(with_depth(found, model, batch), out)[0]
+    found = examine(sharpen(model), [batch, batch], name="tiny <b>llama</b>", token_names=lambda x: [words])
+    return write_report(with_depth(found, model, batch), out)[0]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +112,7 @@ def test_pointing_at_a_cell_names_its_tokens(browser) -> None:
     canvas = browser.find_element("css selector", "#detail canvas")
     webdriver.ActionChains(browser).move_to_element(canvas).perform()
     tip = browser.find_element("css selector", ".tip").text
-    assert "looks at" in tip
+    assert "attends to" in tip
     assert "word" in tip
 
 
@@ -150,21 +148,21 @@ def test_the_page_prints_every_section(browser) -> None:
 
 def test_the_view_of_a_plan(browser, page: Path, tmp_path: Path) -> None:
     """Hidden without a plan; with one, a cell a head and a curve, and still no error."""
-    from headwise.examination.report.page import add_plan
+    from headwise.examination import add_plan
 
     assert not browser.find_element("id", "plan").is_displayed()
     facts = json.loads((page.parent / "report.json").read_text())
     (tmp_path / "report.json").write_text(json.dumps(facts))
     names = [site["name"] for site in facts["sites"]]
-    exact, window = {"kind": "exact"}, {"kind": "window", "width": 9, "first": 1}
+    softmax, window = {"kind": "softmax"}, {"kind": "window", "width": 9, "leading": 1}
     point = {"name": "", "selection": 0.1, "error": 0.0, "test": 0.12}
     plan = {
         "model": {"class": facts["model"]["class"]},
         "length": 40,
         "tolerance": 0.2,
         "measure": "loss",
-        "choices": [exact, window],
-        "sites": {name: [exact, window, window, exact] for name in names},
+        "choices": [softmax, window],
+        "sites": {name: [softmax, window, window, softmax] for name in names},
         "curve": [{**point, "cost": cost, "sites": {name: [0, 1, 1, 0] for name in names}} for cost in (0.9, 0.5, 0.1)],
         "baselines": [],
     }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.operators.relative.offset import look
+from headwise.operators.relative.offset import offset as offset_operator
 from headwise.replacement import Choice
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.testing import assert_operator
@@ -190,10 +190,10 @@ def test_shapes_that_disagree() -> None:
 
 @pytest.mark.parametrize("offset", [-2, 0, 1])
 @pytest.mark.parametrize("padded", [False, True])
-def test_looking_at_one_place_keeps_the_contract(offset: int, padded: bool) -> None:
+def test_offset_keeps_the_contract(offset: int, padded: bool) -> None:
     key_mask = torch.arange(7) < torch.tensor([[7], [4]]) if padded else None
     assert_operator(
-        lambda x: look(7, 7, offset, like=x, keep=key_mask),
+        lambda x: offset_operator(7, 7, offset, key_mask=key_mask),
         {"x": (1,)},
         lambda x: written_out(
             Choice("offset", {"offset": offset}),

@@ -8,7 +8,7 @@ import torch
 
 from headwise.operators.linear.near_far import near_far
 from headwise.operators.masks import Mask
-from headwise.operators.relative.toeplitz_softmax import toeplitz_softmax
+from headwise.operators.relative.toeplitz import toeplitz_softmax
 from headwise.operators.uniform import uniform
 from headwise.replacement import AttentionSample, Choice, HeadInputs
 from headwise.replacement.planning.fit import errors, fit
@@ -43,7 +43,7 @@ def test_a_toeplitz_head_is_recovered() -> None:
 def test_features_of_far_keys_are_learned() -> None:
     a, b = torch.randn(2, 2, 1, 8, generator=SEED).unbind(0)
     true = {"a": a, "b": b, "c": torch.zeros(2, 1)}
-    heads = samples(lambda q, k: near_far(q, k, **true, block=4, first=1, scale=8**-0.5))
+    heads = samples(lambda q, k: near_far(q, k, **true, block=4, leading=1, scale=8**-0.5))
     choice = Choice("near_far", {"block": 4, "rank": 1, "leading": 1})
     assert errors(choice, heads, true).max() < 1e-8
     initial = fit(choice, heads, length=48, steps=0, generator=generator())

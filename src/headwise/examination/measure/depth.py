@@ -1,33 +1,118 @@
-"""What depth does: collapse curves and path lengths, added to an examination; runs that a family cannot do say so."""
+"""What depth does to the tokens: relative residuals with skips and MLPs switched off, and contributions by path length.
+
+    all                  the model as it is
+    no attention skip    X <- attention(X) instead of X + attention(X)
+    no MLP               the MLP and its skip left out
+    pure attention       both
+
+These are the collapse curves of Dong, Cordonnier & Loukas 2021 ("Attention is not all you need"), on a real model and
+in float64: float32 residuals do not fall below 2e-7.  A block is recognised by its parts (BERT-, GPT-2-, Llama- and
+ViT-like ones, and torch's own encoder layer); to support another family, extend `_family` and `_switch_off`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from headwise.examination.measure.ablation import collapse_curves
 from headwise.examination.measure.path_lengths import by_length
 from headwise.examination.record import Examination
+from headwise.models.run import Batch, blocks_of, first_sequence, hidden_states, in_double, run_model
+from headwise.theory.collapse import relative_residual
+
+CURVES = ("all", "no attention skip", "no MLP", "pure attention")
 
 
-def with_depth(examination: Examination, model: nn.Module, batch: Any) -> Examination:
+def with_depth(examination: Examination, model: nn.Module, batch: Batch) -> Examination:
     """The examination with `ablations` and `paths` measured on the first sequence of `batch`, in float64."""
-    if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()):
-        batch = {"input": batch} if isinstance(batch, Tensor) else batch
-    if not isinstance(batch, Mapping):
-        why = {"supported": False, "why": "the batch is not a mapping of named tensors"}
-        return replace(examination, ablations=why, paths=why)
     ablations, paths = collapse_curves(model, batch), by_length(model, batch)
     headline = list(examination.headline)
     if ablations["supported"]:
-        pure = ablations["curves"]["no attention skip"]
+        residuals = ablations["curves"]["no attention skip"]
         headline.append(
-            f"Without its attention skips the relative residual would fall from {pure[0]:.2g} to {pure[-1]:.0e} in "
-            f"{len(pure) - 1} layers: every token the same."
-            if pure[-1] < 1e-2
-            else f"Even without its attention skips the relative residual stays at {pure[-1]:.2g}."
+            f"Without its attention skips the relative residual would fall from {residuals[0]:.2g} to "
+            f"{residuals[-1]:.0e} in {len(residuals) - 1} layers: all tokens would become equal."
+            if residuals[-1] < 1e-2
+            else f"Even without its attention skips the relative residual stays at {residuals[-1]:.2g}."
         )
     return replace(examination, ablations=ablations, paths=paths, headline=headline)
+
+
+def collapse_curves(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Relative residual after every block for each of the four variants, on the first sequence of the batch."""
+    blocks = blocks_of(model)
+    unknown = next((type(block).__name__ for block in blocks.values() if _family(block) is None), None)
+    if not blocks or unknown is not None:
+        which = unknown or f"{type(model).__name__}, which has no list of blocks"
+        return {"supported": False, "why": f"skips and MLPs cannot be told apart in {which}"}
+    double, text = in_double(model), first_sequence(batch, torch.float64)
+    return {"supported": True, "curves": {name: _curve(double, text, name) for name in CURVES}}
+
+
+def _curve(model: nn.Module, batch: Batch, name: str) -> list[float]:
+    blocks, states = blocks_of(model), dict[str, float]()
+    skip, mlp = name in ("all", "no MLP"), name in ("all", "no attention skip")
+    with torch.no_grad(), ExitStack() as undo:
+        for block in blocks.values():
+            for handle in _switch_off(block, skip=not skip, mlp=not mlp):
+                undo.callback(handle.remove)
+        undo.enter_context(hidden_states(blocks, lambda x: relative_residual(x[0]).item(), states))
+        run_model(model, batch)
+    return list(states.values())
+
+
+def _family(block: nn.Module) -> str | None:
+    has = lambda *names: all(isinstance(getattr(block, name, None), nn.Module) for name in names)  # noqa: E731
+    if has("attention", "intermediate", "output"):
+        return "bert" if hasattr(block.attention, "output") and not has("layernorm_before") else "vit"
+    if has("self_attn", "linear1", "linear2"):
+        return "torch"
+    if any(has(attention, "mlp") for attention in ("attn", "self_attn", "attention")):
+        return "pre-norm"
+    return None
+
+
+def _switch_off(block: Any, *, skip: bool, mlp: bool) -> list[Any]:
+    """Hooks that leave out the skip of the attention, or the MLP, of one block."""
+    family, handles = _family(block), []
+    if skip and family == "bert":
+        handles.append(block.attention.output.register_forward_pre_hook(_zero_second_input, with_kwargs=True))
+    elif skip:
+        attention = getattr(block, "self_attn", None) or getattr(block, "attn", None) or block.attention
+        handles += _subtract_input(block, attention)
+    if mlp and family in ("bert", "vit"):
+        handles.append(block.output.register_forward_hook(_return_second_input, with_kwargs=True))
+    elif mlp:
+        last = block.linear2 if family == "torch" else block.mlp
+        handles.append(last.register_forward_hook(lambda module, args, output: torch.zeros_like(output)))
+    return handles
+
+
+def _subtract_input(block: nn.Module, attention: nn.Module) -> list[Any]:
+    """The block adds its input to the attention's output; subtract it there, so that the sum is attention alone."""
+    block_input: list[Tensor] = []
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        block_input[:] = [args[0] if args else kwargs["hidden_states"]]
+
+    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (output[0] - block_input[0], *output[1:])
+        return output - block_input[0]
+
+    return [block.register_forward_pre_hook(before, with_kwargs=True), attention.register_forward_hook(after)]
+
+
+def _zero_second_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    if len(args) > 1:
+        return (args[0], torch.zeros_like(args[1]), *args[2:]), kwargs
+    return args, {**kwargs, "input_tensor": torch.zeros_like(kwargs["input_tensor"])}
+
+
+def _return_second_input(module: nn.Module, args: tuple, kwargs: Mapping[str, Tensor], output: Tensor) -> Tensor:
+    return args[1] if len(args) > 1 else kwargs["input_tensor"]

@@ -1,32 +1,35 @@
-"""Run a model once over a batch and measure every head, every layer, of every sequence in it.
+"""Run a model once over a batch and measure every head and every layer on each sequence of the batch.
 
-Nothing of size m x n is kept: each attention call is measured while it happens, and so is the residual stream between
-the blocks of the model.  A block is the module of a list (`nn.ModuleList`, `nn.Sequential`) that holds a call's module.
+Nothing of size m x n is kept: each attention call is measured when it happens, and so is the residual stream between
+the blocks of the model.  A block is a member of a list (`nn.ModuleList`, `nn.Sequential`) of modules that attend.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.examination.measure.spectra import Spectral, spectra
-from headwise.examination.measure.streaming import CHUNK, Memory, Streamed, stream
-from headwise.models.intercept import Call, intercept, nothing_seen
-from headwise.models.run import blocks_of, hidden_states, run_model
+from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.spectra import spectra
+from headwise.examination.measure.streaming import CHUNK, HeadSums, Workspace, stream
+from headwise.models.intercept import AttentionCall, intercept, nothing_seen
+from headwise.models.run import Batch, blocks_of, hidden_states, run_model
 from headwise.operators._kernels.scores import Scores
+from headwise.shapes import filled
 
-T = TypeVar("T")
+LEADING = 64
+"""Singular values kept for the report."""
 
 
 @dataclass(frozen=True)
-class Site:
-    """One place where the model attends: a row of the map of heads."""
+class ExaminedSite:
+    """One place of the model that computes attention: a row of the map of heads."""
 
     name: str
     kind: str  # self or cross
@@ -40,9 +43,9 @@ class Site:
 
 @dataclass(eq=False)
 class Measurement:
-    """What one sequence showed.  Numbers are (heads of all sites in order,); layers (blocks + 1,)."""
+    """Measures of one sequence: (heads of all sites in order,) each; layers are (blocks + 1,)."""
 
-    sites: list[Site]
+    sites: list[ExaminedSite]
     lengths: list[tuple[int, int]]  # (m, n) of every site
     numbers: dict[str, Tensor]
     profile: Tensor
@@ -50,52 +53,65 @@ class Measurement:
     layers: dict[str, Tensor]
     blocks: list[str]
     spectral: dict[str, Tensor] = field(default_factory=dict)
-    leading: Tensor | None = None
+    leading: Tensor | None = None  # singular values
     spectra_exact: bool = True
 
 
-@dataclass(eq=False)
-class _Head:
-    """One call of one sequence, waiting for the rest of the forward pass; nothing in it is as long as the text."""
+class _SiteMeasurement:
+    """One call on one sequence; nothing in it grows with the length of the text."""
 
-    site: Site
-    lengths: tuple[int, int]
-    streamed: Streamed
-    spectral: Spectral | None
-    contribution: Tensor | None = None
+    def __init__(self, site: ExaminedSite, sums: HeadSums) -> None:
+        self.site, self.lengths = site, (sums.m, sums.n)
+        self.numbers, self.profile, self.sampled_rows = evaluate(sums), sums.profile(), sums.sampled_rows
+        self.output_gram = sums.output.mT @ sums.output
+        self.spectral: dict[str, Tensor] = {}
+        self.leading = torch.empty(site.heads, 0, dtype=torch.float64)
+        self.spectra_exact = True
+
+    def add_spectra(self, scores: Scores, output: Tensor, generator: torch.Generator | None) -> None:
+        heads = spectra(scores, output, generator=generator)
+        self.spectral, self.spectra_exact = evaluate_spectra(heads), heads[0].spectrum.exact
+        self.leading = torch.stack([head.values[:LEADING] for head in heads])
+
+    def add_projection(self, weight: Tensor) -> None:
+        """Measures of P V W_O; weight is W_O (h d, width)."""
+        h, d, _ = self.output_gram.shape
+        split = weight.detach().float().reshape(h, d, -1)
+        self.numbers.update(evaluate(HeadProjection(self.output_gram, split)))
 
 
 def observe(
     model: nn.Module,
-    batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor,
+    batch: Batch,
     *,
     with_spectra: bool = True,
     entries: int = CHUNK,
     generator: torch.Generator | None = None,
 ) -> list[Measurement]:
-    """One forward pass, one Measurement for each sequence in the batch."""
-    seen: dict[int, list[_Head]] = {}
-    pending: list[_Head] = []
+    """One forward pass; one Measurement for each sequence in the batch."""
+    by_sequence: dict[int, list[_SiteMeasurement]] = {}
+    unprojected: list[_SiteMeasurement] = []  # the last call's, until its output projection runs
     outputs: list[Tensor] = []
-    memory = Memory(entries)
+    workspace = Workspace(entries)
 
-    def see(call: Call) -> None:
-        pending.clear()
+    def see(call: AttentionCall) -> None:
+        unprojected.clear()
         outputs.clear()
-        for b in range(call.scores.shape[0]):
+        for b in range(len(call.q)):
             scores, v = sequence(call, b)
-            streamed, output = stream(scores, v, memory=memory)
-            spectral = spectra(scores, output, generator=generator) if with_spectra else None
-            m, n = scores.shape[-2:]
-            head = _Head(_site(call, blocks), (m, n), streamed, spectral)
-            seen.setdefault(b, []).append(head)
-            pending.append(head)
+            sums = stream(scores, v, workspace=workspace)
+            measured = _SiteMeasurement(_site(call, blocks), sums)
+            if with_spectra:
+                measured.add_spectra(scores, sums.output, generator)
+            by_sequence.setdefault(b, []).append(measured)
+            unprojected.append(measured)
             if _is_plain(call):
-                outputs.append(output)
-        _own_projection(call, pending)
+                outputs.append(sums.output)
+        if isinstance(call.module, nn.MultiheadAttention):
+            _project(unprojected, call.module.out_proj.weight.mT)
 
     def answer(site: str, attention: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
-        """P V is known already where nothing is padded: to compute it again is a quarter of the forward pass."""
+        """P V, known already if nothing is padded: computing it again takes a quarter of the forward pass."""
         if not outputs:
             return attention(*args, **kwargs)
         query = args[0] if args else kwargs["query"]
@@ -107,67 +123,51 @@ def observe(
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, lambda x: [_states(one) for one in x], states),
-        _projections(model, pending),
+        hidden_states(blocks, lambda x: [_layer_measures(one) for one in x], states),
+        _output_projections(model, unprojected),
         intercept(model, see, answer=answer),
     ):
         run_model(model, batch)
-    if not seen:
+    if not by_sequence:
         raise nothing_seen(model)
-    return [_measurement(b, heads, states) for b, heads in sorted(seen.items())]
+    return [_measurement(b, sites, states) for b, sites in sorted(by_sequence.items())]
 
 
-def _is_plain(call: Call) -> bool:
+def _is_plain(call: AttentionCall) -> bool:
     """Float32 with no mask but causality: the measured output is what the model would compute, to rounding."""
-    s = call.scores
-    return s.q.dtype == torch.float32 == call.v.dtype and s.keep is None and s.bias is None and (s.ahead or 0) >= 0
+    mask = call.mask
+    unmasked = mask.visible is None and mask.attn_bias is None and (mask.ahead or 0) >= 0
+    return call.q.dtype == torch.float32 == call.v.dtype and unmasked
 
 
-def sequence(call: Call, b: int) -> tuple[Scores, Tensor]:
-    """Sequence b of the call without its padding: keys that no query may see, and those queries in self-attention."""
-    s, m, n = call.scores, call.scores.shape[-2], call.scores.shape[-1]
-    q, k, v = s.q[b], s.k[b], call.v[b]
-    keep, bias = _of(s.keep, b), _of(s.bias, b)
-    if keep is not None:
-        real = keep.any(dim=-2).any(dim=0)
-        if not bool(real.all()):
-            rows = real if call.kind == "self" and m == n else torch.ones(m, dtype=torch.bool)
-            q, k, v = q[:, rows], k[:, real], v[:, real]
-            keep, bias = _cut(keep, rows, real), _cut(bias, rows, real)
-            keep = None if keep is None or bool(keep.all()) else keep
-    return Scores(q, k, s.scale, s.ahead, keep, bias), v
+def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
+    """Scores and values of sequence b without padding: keys that no query attends to, and the same queries."""
+    q, k, v, mask = call.q[b], call.k[b], call.v[b], call.mask.index(b)
+    if mask.visible is not None:
+        keys = mask.visible.any(dim=-2).any(dim=0)
+        if not bool(keys.all()):
+            queries = keys if call.kind == "self" and mask.m == mask.n else torch.ones(mask.m, dtype=torch.bool)
+            q, k, v, mask = q[:, queries], k[:, keys], v[:, keys], mask.select(queries, keys)
+    return Scores(q, k, call.scale, mask), v
 
 
-def _of(x: Tensor | None, b: int) -> Tensor | None:
-    return None if x is None else x[b if x.shape[0] > 1 else 0]
-
-
-def _cut(x: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
-    if x is None:
-        return None
-    x = x[..., columns] if x.shape[-1] > 1 else x
-    return x[:, rows] if x.shape[-2] > 1 else x
-
-
-# ---- the head's share of the residual stream: ||P V W_O|| with W_O the next matrix of fitting width ----
-
-
-def _own_projection(call: Call, pending: list[_Head]) -> None:
-    if isinstance(call.module, nn.MultiheadAttention):
-        _contribute(pending, call.module.out_proj.weight.mT)
-        pending.clear()
+def _project(unprojected: list[_SiteMeasurement], weight: Tensor) -> None:
+    for measured in unprojected:
+        measured.add_projection(weight)
+    unprojected.clear()
 
 
 @contextlib.contextmanager
-def _projections(model: nn.Module, pending: list[_Head]) -> Iterator[None]:
+def _output_projections(model: nn.Module, unprojected: list[_SiteMeasurement]) -> Iterator[None]:
+    """Take the first linear layer of fitting width after an attention call for its output projection W_O."""
+
     def before(module: Any, args: tuple) -> None:
-        if not pending or not args or not isinstance(args[0], Tensor):
+        if not unprojected or not args or not isinstance(args[0], Tensor):
             return
         weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.mT  # (in, out)
-        h, d = pending[0].streamed.output_gram.shape[:2]
+        h, d, _ = unprojected[0].output_gram.shape
         if args[0].shape[-1] == h * d == weight.shape[0]:
-            _contribute(pending, weight)
-            pending.clear()
+            _project(unprojected, weight)
 
     linear = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
     handles = [module.register_forward_pre_hook(before) for module in linear]
@@ -178,19 +178,8 @@ def _projections(model: nn.Module, pending: list[_Head]) -> Iterator[None]:
             handle.remove()
 
 
-def _contribute(pending: list[_Head], weight: Tensor) -> None:
-    """||O_h W_h||_F^2 = <O_h^T O_h, W_h W_h^T>: two d x d matrices instead of one as long as the text."""
-    for head in pending:
-        h, d = head.streamed.output_gram.shape[:2]
-        w = weight.detach().float().reshape(h, d, -1)
-        head.contribution = (head.streamed.output_gram * (w @ w.mT)).sum((-2, -1)).clamp(min=0).sqrt().double()
-
-
-# ---- the residual stream ----
-
-
-def _states(x: Tensor) -> dict[str, float]:
-    """What a hidden state (n, d) says of collapse.
+def _layer_measures(x: Tensor) -> dict[str, float]:
+    """How far the tokens of a hidden state (n, d) have become equal.
 
     relative_residual   ||res X|| / ||X|| in the composite norm, res X = X less its row mean: 0 for equal tokens
     difference          ||res X||_F^2 / ||X||_F^2: the share that tells tokens apart, between 0 and 1
@@ -218,53 +207,41 @@ def _states(x: Tensor) -> dict[str, float]:
     }
 
 
-# ---- putting one sequence together ----
-
-
-def _measurement(b: int, heads: list[_Head], states: dict[str, list[dict[str, float]]]) -> Measurement:
-    sites = [head.site for head in heads]
-    names = set.intersection(*(set(head.streamed.numbers) for head in heads))
-    numbers = {name: torch.cat([head.streamed.numbers[name] for head in heads]) for name in sorted(names)}
-    nothing = [
-        head.streamed.numbers["entropy"].new_full((site.heads,), torch.nan)
-        for head, site in zip(heads, sites, strict=True)
-    ]
-    numbers["contribution"] = torch.cat(
-        [blank if head.contribution is None else head.contribution for head, blank in zip(heads, nothing, strict=True)]
-    )
-    measurement = Measurement(
-        sites,
-        [head.lengths for head in heads],
-        numbers,
-        torch.cat([head.streamed.profile for head in heads]),
-        _redundancy([head.streamed.sample for head in heads]),
-        _layers(b, states, measured_blocks := list(states)),
-        measured_blocks,
-    )
-    spectral = [head.spectral for head in heads if head.spectral is not None]
-    if spectral:
-        measurement.spectral = {name: torch.cat([s.numbers[name] for s in spectral]) for name in spectral[0].numbers}
-        width = max(s.leading.shape[-1] for s in spectral)
-        measurement.leading = torch.cat(
-            [torch.nn.functional.pad(s.leading, (0, width - s.leading.shape[-1])) for s in spectral]
+def _measurement(b: int, sites: list[_SiteMeasurement], states: dict[str, list[dict[str, float]]]) -> Measurement:
+    numbers = {}
+    for name in {name: None for measured in sites for name in measured.numbers}:
+        # a measure that one site lacks, such as the contribution without an output projection, is NaN there
+        numbers[name] = torch.cat(
+            [x.numbers.get(name, torch.full((x.site.heads,), torch.nan, dtype=torch.float64)) for x in sites]
         )
-        measurement.spectra_exact = all(s.exact for s in spectral)
-    return measurement
+    layers = [rows[b if len(rows) > b else 0] for rows in states.values()]
+    width = max(x.leading.shape[-1] for x in sites)
+    leading = torch.cat([filled(x.leading, (0, width - x.leading.shape[-1])) for x in sites])
+    return Measurement(
+        sites=[x.site for x in sites],
+        lengths=[x.lengths for x in sites],
+        numbers=numbers,
+        profile=torch.cat([x.profile for x in sites]),
+        redundancy=_redundancy([x.sampled_rows for x in sites]),
+        layers={
+            name: torch.tensor([row[name] for row in layers], dtype=torch.float64)
+            for name in (layers[0] if layers else ())
+        },
+        blocks=list(states),
+        spectral={name: torch.cat([x.spectral[name] for x in sites]) for name in sites[0].spectral},
+        leading=leading if sites[0].spectral else None,
+        spectra_exact=all(x.spectra_exact for x in sites),
+    )
 
 
-def _site(call: Call, blocks: dict[str, nn.Module]) -> Site:
-    s = call.scores
-    owner = next((block for block in blocks if call.name == block or call.name.startswith(block + ".")), None)
-    return Site(call.name, call.kind, call.causal, s.shape[-3], call.groups, s.q.shape[-1], call.v.shape[-1], owner)
-
-
-def _layers(b: int, states: dict[str, list[dict[str, float]]], names: list[str]) -> dict[str, Tensor]:
-    rows = [states[name][b if len(states[name]) > b else 0] for name in names]
-    return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in (rows[0] if rows else ())}
+def _site(call: AttentionCall, blocks: dict[str, nn.Module]) -> ExaminedSite:
+    block = next((block for block in blocks if call.site == block or call.site.startswith(block + ".")), None)
+    h, key_width, value_width = call.q.shape[1], call.q.shape[-1], call.v.shape[-1]
+    return ExaminedSite(call.site, call.kind, call.causal, h, call.groups, key_width, value_width, block)
 
 
 def _redundancy(samples: list[Tensor]) -> Tensor:
-    """Cosine between sampled rows of P, for every pair of heads that see sequences of the same lengths."""
+    """Cosine between sampled rows of P, for every pair of heads on sequences of the same lengths."""
     total = sum(len(x) for x in samples)
     cosine = torch.full((total, total), torch.nan)
     starts = torch.tensor([0, *(len(x) for x in samples)]).cumsum(0).tolist()

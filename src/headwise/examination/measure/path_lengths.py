@@ -1,19 +1,19 @@
-"""What paths of each length contribute to the last layer: X_L = sum_j T[j], T[j] through exactly j attention layers.
+"""X_L = sum_j T[j]: the contribution T[j] of paths through exactly j attention layers to the last hidden state.
 
     T_(l+1)[j] = A_l T_l[j] + B_l T_l[j-1]        B_l through the heads of layer l, A_l past them
 
 holds for the real network once its nonlinear parts are held at the values they took on this text: the attention
 matrices, the scales of the layer norms and the gates of the MLPs (gelu(z) = z g with g held; in a gated MLP the gate).
-So the network itself is run again on L + 1 copies of its input, copy j carrying T[j]: linear maps act on every copy, a
-bias on copy 0 only, and attention moves each copy to the next.  That needs no code for any family of models; whether
-the copies add up to the true output is measured, and where they do not the answer is "not supported".
+So the network is run again on L + 1 copies of its input, copy j carrying T[j]: linear maps act on every copy, a bias on
+copy 0 only, and attention moves each copy to the next.  This needs no code for any model family; whether the copies add
+up to the true output is measured, and where they do not the result is "not supported".
 
 Dong, Cordonnier & Loukas 2021 (path decomposition); the recursion replaces their (H + 1)^L terms by L + 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headwise.models.run import blocks_of, in_double, run_model
+from headwise.models.intercept import SdpaArguments, read_sdpa
+from headwise.models.run import Batch, blocks_of, first_sequence, in_double, map_batch, run_model
 from headwise.theory.collapse import relative_residual
 
 EXACT = 1e-6
@@ -33,7 +34,7 @@ _HELD = {torch.tanh, torch.sigmoid, torch.rsqrt, torch.erf, torch.Tensor.tanh, t
 
 
 class _Recorder(TorchFunctionMode):
-    """Runs the model as it is and keeps what will be held: one entry for every call that matters, in order."""
+    """Runs the model as it is and records what will be held: one entry for each nonlinear call, in order."""
 
     def __init__(self) -> None:
         self.held: list[Any] = []
@@ -55,12 +56,12 @@ class _Recorder(TorchFunctionMode):
         elif func in _HELD:
             self.held.append(out)
         elif func is F.scaled_dot_product_attention:
-            self.held.append((args, kwargs))
+            self.held.append(read_sdpa(*args, **kwargs))
         return out
 
 
 class _Replayer(TorchFunctionMode):
-    """Runs the model on copies 0 ... L, linear where it was not, from the moment copy 0 enters the first block."""
+    """Runs the model on copies 0 ... L, with nonlinear parts held, from the input of the first block on."""
 
     def __init__(self, held: list[Any], copies: int, *, gate: bool) -> None:
         self.held, self.copies, self.gate = iter(held), copies, gate
@@ -90,7 +91,7 @@ class _Replayer(TorchFunctionMode):
         if func in _HELD:
             return held.expand(self.copies, *held.shape[1:]) if held.dim() and held.shape[0] == 1 else held
         if func is F.scaled_dot_product_attention:
-            return self._next_copy(args[2] if len(args) > 2 else kwargs["value"], *held)
+            return self._next_copy(read_sdpa(*args, **kwargs).v, held)
         return func(*args, **kwargs)
 
     def _biased(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -99,40 +100,35 @@ class _Replayer(TorchFunctionMode):
         parts = x.unflatten(0, (self.copies, -1))
         return torch.cat([parts[:1] + bias, parts[1:]]).flatten(0, 1)
 
-    def _next_copy(self, v: Tensor, args: tuple, kwargs: dict) -> Tensor:
-        q, k = args[:2] if len(args) > 1 else (args[0], kwargs["key"]) if args else (kwargs["query"], kwargs["key"])
-        rest = {name: x for name, x in kwargs.items() if name not in ("query", "key", "value")}
-        for name, x in zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False):
-            rest[name] = x
-        q, k = (x.expand(self.copies - 1, *x.shape[1:]) for x in (q, k))
-        mask = rest.get("attn_mask")
-        if mask is not None and mask.dim() == 4:
-            rest["attn_mask"] = mask.expand(self.copies - 1, *mask.shape[1:])
-        out = F.scaled_dot_product_attention(q, k, v[:-1], **rest)
+    def _next_copy(self, v: Tensor, held: SdpaArguments) -> Tensor:
+        """P with the attention matrices that were held, from each copy to the next."""
+        q, k = (x.expand(self.copies - 1, *x.shape[1:]) for x in (held.q, held.k))
+        mask = held.mask.sdpa_arguments(q.dtype, q.device)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v[:-1], **mask, scale=held.scale, enable_gqa=grouped)
         return torch.cat([torch.zeros_like(out[:1]), out])
 
 
-def by_length(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+def by_length(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Norm, share and relative residual of T[j] for every path length j, on the first sequence of the batch.
 
-    `share` is <T[j], X> / ||X||^2: shares add up to one, and a negative one works against the sum.
+    `share` is <T[j], X> / ||X||^2: the shares add up to one; a negative share works against the sum.
     """
     names = list(blocks_of(model))
     if not names:
         return {"supported": False, "why": f"{type(model).__name__} has no list of blocks"}
     double = in_double(model)
     blocks = blocks_of(double)
-    one = {key: x[:1] if isinstance(x, Tensor) and x.dim() else x for key, x in batch.items()}
-    one = {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in one.items()}
+    text = first_sequence(batch, torch.float64)
     copies = len(names) + 1
     try:
         recorder = _Recorder()
         with torch.no_grad(), recorder, _ends(blocks) as ends:
-            run_model(double, one)
+            run_model(double, text)
         start, true = ends["in"], ends["out"]
         errors = []
         for gate in (True, False):
-            groups = _replay(double, blocks, one, recorder.held, copies, start, gate=gate)
+            groups = _replay(double, blocks, text, recorder.held, copies, start, gate=gate)
             error = ((groups.sum(0) - true[0]).norm() / true.norm()).item()
             errors.append(error)
             if error <= EXACT:
@@ -140,14 +136,14 @@ def by_length(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     except (RuntimeError, StopIteration, KeyError, TypeError, IndexError, ValueError) as problem:
         why = f"{type(model).__name__} cannot be replayed on copies of its input ({str(problem).splitlines()[0][:120]})"
         return {"supported": False, "why": why}
-    why = f"the paths of {type(model).__name__} add up only to {min(errors):.1e} of its output: a part is not linear"
+    why = f"the paths of {type(model).__name__} miss its output by {min(errors):.1e}: a part of it is not linear"
     return {"supported": False, "why": why}
 
 
 def _replay(
     model: nn.Module,
     blocks: dict[str, nn.Module],
-    batch: Mapping[str, Tensor],
+    batch: Batch,
     held: list[Any],
     copies: int,
     start: Tensor,
@@ -155,10 +151,7 @@ def _replay(
     gate: bool,
 ) -> Tensor:
     replayer = _Replayer(held, copies, gate=gate)
-    many = {
-        key: x.expand(copies, *x.shape[1:]) if isinstance(x, Tensor) and x.dim() and x.shape[0] == 1 else x
-        for key, x in batch.items()
-    }
+    many = map_batch(lambda x: x.expand(copies, *x.shape[1:]) if x.dim() and x.shape[0] == 1 else x, batch)
     first = torch.cat([start, start.new_zeros(copies - 1, *start.shape[1:])])
 
     def begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -1,22 +1,21 @@
-"""Numbers of every head from one pass over blocks of rows of P: entropy, scores, norms, masses, offsets, output.
+"""One pass over blocks of rows of P that gathers the sums from which the measures of a head are computed.
 
 For E = exp(S - max) and Z = E 1, a block of rows gives in a few sweeps
 
-    entropy_i  = log Z_i + sum_j E_ij (max_i - S_ij) / Z_i        all terms positive, so no cancellation
+    H_i        = log Z_i + sum_j E_ij (max_i - S_ij) / Z_i        entropy; all terms positive, so no cancellation
     ||P_i||^2  = sum_j E_ij^2 / Z_i^2
     t_delta    = sum_i P_(i, i+delta)                             every diagonal at once, by a skewed view of the block
     c_j        = sum_i P_ij                                       what key j receives
     O          = P V
 
-and everything else follows from these: the best Toeplitz matrix has the diagonal means for entries, so its squared
-error is ||P||_F^2 - sum_delta t_delta^2 / length_delta, and the mean and spread of the offset j - i are moments of t.
-At most `CHUNK` entries of P exist at a time.
+At most `CHUNK` entries of P exist at a time.  `head_measures` turns the sums into numbers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,82 +23,131 @@ from torch import Tensor
 from headwise.operators._kernels.scores import Scores
 
 CHUNK = 1 << 19
-"""Entries of P alive at once, over all heads: larger blocks leave the cache, smaller ones do not feed the threads."""
+"""Entries of P held at once, over all heads: larger blocks leave the cache, smaller ones leave threads idle."""
 
 REACH = 64
-"""Offsets -REACH ... REACH of the profile are kept one by one."""
+"""Largest offset |j - i| of the profile."""
 
-WINDOWS = (1, 4, 16, 64)
-"""Half-widths w for the mass within +-w of the query."""
-
-SAMPLED = 32
+SAMPLED_ROWS = 32
 """Query rows kept of every head, evenly spaced, to compare heads with one another."""
 
 SKETCH = 512
 """Columns to which longer sampled rows are hashed."""
 
-_SILENT = -1e30
-"""In place of -inf: its exponential is zero and zero times it is zero, where -inf would give NaN."""
+_MASKED = -1e30
+"""Score of a masked key: its exponential is zero and zero times it is zero, where -inf would give NaN."""
 
 
 @dataclass(frozen=True, eq=False)
-class Streamed:
-    """Per head of one attention call on one text: named numbers (h,), and a few arrays."""
+class HeadSums:
+    """What one pass over P gathers of the h heads of one attention call on one text; the input of measures."""
 
-    numbers: dict[str, Tensor]
-    profile: Tensor  # (h, 2 REACH + 1) mean mass at each offset j - i
-    sample: Tensor  # (h, SAMPLED, <= SKETCH) rows of P
-    output_gram: Tensor  # (h, d, d) O^T O
+    entropy: Tensor  # (h, m) H_i
+    row_maximum: Tensor  # (h, m) max_j P_ij
+    row_squares: Tensor  # (h, m) sum_j P_ij^2
+    largest_score: Tensor  # (h,) max_ij S_ij
+    received: Tensor  # (h, n) c_j / m, the mean weight that key j receives
+    diagonals: Tensor  # (h, m + n - 1) t_delta for delta = -(m - 1) ... n - 1, float64
+    visible: Tensor  # (h, m) or broadcast: number of keys that query i may attend to
+    output: Tensor  # (h, m, d) P V
+    values: Tensor  # (h, n, d) V
+    sampled_rows: Tensor  # (h, <= SAMPLED_ROWS, <= SKETCH) rows of P
+
+    @property
+    def m(self) -> int:
+        return self.entropy.shape[-1]
+
+    @property
+    def n(self) -> int:
+        return self.received.shape[-1]
+
+    @cached_property
+    def frobenius_squared(self) -> Tensor:
+        """(h,) ||P||_F^2"""
+        return self.row_squares.double().sum(-1)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """(m + n - 1,) the offset j - i of every diagonal."""
+        return torch.arange(-(self.m - 1), self.n, dtype=torch.float64)
+
+    @cached_property
+    def offset_mass(self) -> Tensor:
+        """(h, m + n - 1) t_delta / m: the mean weight at every offset; sums to 1."""
+        return self.diagonals / self.m
+
+    @cached_property
+    def diagonal_energy(self) -> Tensor:
+        """(h, m + n - 1) t_delta^2 / length: what the best constant on each diagonal explains of ||P||_F^2."""
+        lengths = torch.minimum(self.offsets + self.m, self.n - self.offsets)
+        return self.diagonals.square() / lengths.clamp(max=float(min(self.m, self.n)))
+
+    def mass_at(self, offset: int) -> Tensor:
+        """(h,) mean weight at one offset; zero if no pair of tokens is that far apart."""
+        index = self.m - 1 + offset
+        inside = 0 <= index < self.offset_mass.shape[-1]
+        return self.offset_mass[:, index] if inside else self.offset_mass.new_zeros(len(self.offset_mass))
+
+    def mass_within(self, width: int) -> Tensor:
+        """(h,) mean weight at offsets -width ... width."""
+        return self.offset_mass[:, max(0, self.m - 1 - width) : self.m + width].sum(-1)
+
+    def profile(self) -> Tensor:
+        """(h, 2 REACH + 1) mean weight at offsets -REACH ... REACH."""
+        profile = self.offset_mass.new_zeros(len(self.offset_mass), 2 * REACH + 1)
+        low, high = max(0, self.m - 1 - REACH), min(self.m + self.n - 1, self.m + REACH)
+        profile[:, low - (self.m - 1 - REACH) : high - (self.m - 1 - REACH)] = self.offset_mass[:, low:high]
+        return profile
 
 
-class Memory:
-    """The three blocks of at most `entries` numbers that `stream` works in, kept from call to call.
+class Workspace:
+    """The three blocks of at most `entries` numbers that `stream` works in, reused from call to call.
 
-    Measured on twelve heads of 512 tokens: fetching their pages from the system anew took as long as the arithmetic.
+    Measured on twelve heads of 512 tokens: allocating them anew took as long as the arithmetic.
     """
 
     def __init__(self, entries: int = CHUNK) -> None:
         self.entries = entries
         self._flat, self._skew, self._layout = torch.empty(2, 0), torch.empty(0), (0, 0, 0)
 
-    def two(self, h: int, rows: int, columns: int) -> Tensor:
-        """(2, h, rows, columns), whatever is in it."""
+    def two_blocks(self, h: int, rows: int, columns: int) -> Tensor:
+        """Uninitialised (2, h, rows, columns)."""
         size = h * rows * columns
         if self._flat.shape[1] < size:
             self._flat = torch.empty(2, size)
         return self._flat[:, :size].view(2, h, rows, columns)
 
-    def skew(self, h: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Rows between zeros, and the same memory read with one more step a row: diagonals become columns."""
+    def skewed_block(self, h: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """A block between zeros, and the same memory with one more step a row, so that diagonals become columns."""
         width = columns + rows
-        each = rows * width + rows
-        if len(self._skew) < h * each:
-            self._skew = torch.empty(h * each)
+        size = rows * width + rows
+        if len(self._skew) < h * size:
+            self._skew = torch.empty(h * size)
         if self._layout != (h, rows, columns):
             self._layout = (h, rows, columns)
-            self._skew[: h * each].zero_()
-        plain = self._skew.as_strided((h, rows, columns), (each, width, 1), rows)
-        return plain, self._skew.as_strided((h, rows, width - 1), (each, width + 1, 1), 1)
+            self._skew[: h * size].zero_()
+        block = self._skew.as_strided((h, rows, columns), (size, width, 1), rows)
+        return block, self._skew.as_strided((h, rows, width - 1), (size, width + 1, 1), 1)
 
 
-def stream(scores: Scores, v: Tensor, *, memory: Memory | None = None) -> tuple[Streamed, Tensor]:
-    """All streaming measures of one text, and its P V: q (h, m, k), k (h, n, k), v (h, n, d)."""
-    memory = memory or Memory()
+def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> HeadSums:
+    """The sums of one text: q (h, m, k), k (h, n, k), v (h, n, d)."""
+    workspace = workspace or Workspace()
     q, k, v = scores.q.float(), scores.k.float().contiguous(), v.float().contiguous()
-    scores = Scores(q, k, scores.scale, scores.ahead, scores.keep, scores.bias)
+    scores = Scores(q, k, scores.scale, scores.mask)
     h, m, n = scores.shape
-    sampled = torch.linspace(0, m - 1, min(SAMPLED, m)).round().long().tolist()
+    sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long().tolist()
     peak, z, dot, norm = (torch.empty(h, m) for _ in range(4))
     received, diagonals = torch.zeros(h, n), torch.zeros(h, m + n - 1)
-    output, seen, sample = torch.empty(h, m, v.shape[-1]), torch.empty(h, m), torch.zeros(h, len(sampled), n)
-    blocks = math.ceil(m / max(1, min(m, memory.entries // (h * n))))
+    output, visible, sample = torch.empty(h, m, v.shape[-1]), torch.empty(h, m), torch.zeros(h, len(sampled), n)
+    blocks = math.ceil(m / max(1, min(m, workspace.entries // (h * n))))
     step = math.ceil(m / blocks)
     for start in range(0, m, step):
         stop = min(start + step, m)
         part, block = scores.rows(start, stop), slice(start, stop)
         rows, columns = stop - start, part.k.shape[-2]
-        s, e = memory.two(h, rows, columns)
-        p, skewed = memory.skew(h, rows, columns)
+        s, e = workspace.two_blocks(h, rows, columns)
+        p, skewed = workspace.skewed_block(h, rows, columns)
         peak[:, block] = highest = _finite_scores(part, s).amax(-1)
         torch.exp(s.sub_(highest.unsqueeze(-1)), out=e)
         z[:, block] = total = e.sum(-1)
@@ -110,101 +158,39 @@ def stream(scores: Scores, v: Tensor, *, memory: Memory | None = None) -> tuple[
         received[:, :columns] += p.sum(-2)
         first = m - stop  # the block's lowest diagonal, j - i = -(stop - 1), in the order of `diagonals`
         diagonals[:, first : first + rows + columns - 1] += skewed.sum(-2)
-        seen[:, block] = _keys_seen(part, columns, rows)
+        visible[:, block] = _visible_keys(part, columns, rows)
         for place, i in enumerate(sampled):
             if start <= i < stop:
                 sample[:, place, :columns] = p[:, i - start]
-    output /= z.unsqueeze(-1)
-    entropy, top, squares = z.log() - dot / z, 1 / z, (norm / z).square()
-    largest, diagonals = peak.amax(-1), diagonals.double()
-    found = _numbers(scores, v, entropy, top, squares, largest, received, diagonals, output, seen, sample)
-    return found, output
-
-
-def _numbers(
-    scores: Scores,
-    v: Tensor,
-    entropy: Tensor,
-    top: Tensor,
-    squares: Tensor,
-    largest: Tensor,
-    received: Tensor,
-    diagonals: Tensor,
-    output: Tensor,
-    seen: Tensor,
-    sample: Tensor,
-) -> Streamed:
-    _, m, n = scores.shape
-    frobenius = squares.double().sum(-1)
-    offsets = torch.arange(-(m - 1), n, dtype=torch.float64)
-    lengths = torch.minimum(torch.minimum(offsets + m, n - offsets), torch.tensor(float(min(m, n))))
-    mass = diagonals / m
-    mean = mass @ offsets
-    spread = (mass @ offsets.square() - mean.square()).clamp(min=0).sqrt()
-    toeplitz = 1 - (diagonals.square() / lengths).sum(-1) / frobenius
-    # the best c * shift: c is the diagonal's mean, so the energy explained is t^2 / length
-    best = (diagonals.square() / lengths).argmax(-1)
-    one_offset = 1 - (diagonals.square() / lengths).amax(-1) / frobenius
-    received = received / m
-    uniform = seen.clamp(min=1).log()
-    ordered = entropy.sort(-1).values
-    share = torch.where(uniform > 0, entropy / uniform.clamp(min=1e-9), torch.ones(()))
-    numbers = {
-        "entropy": entropy.mean(-1),
-        "entropy_min": ordered[:, 0],
-        "entropy_q10": ordered[:, round(0.1 * (m - 1))],
-        "entropy_median": ordered[:, (m - 1) // 2],
-        "entropy_q90": ordered[:, round(0.9 * (m - 1))],
-        "entropy_share": share.mean(-1),
-        "distance_to_uniform": (uniform - entropy).clamp(min=0).mean(-1),
-        "largest_score": largest,
-        "row_maximum": top.mean(-1),
-        "frobenius": frobenius.sqrt(),
-        "sink_mass": received.amax(-1),
-        "sink_position": received.argmax(-1),
-        "first_mass": received[:, 0],
-        "diagonal_mass": _at(mass, m, 0),
-        "previous_mass": _at(mass, m, -1),
-        "next_mass": _at(mass, m, 1),
-        "offset_mean": mean,
-        "offset_spread": spread,
-        "best_offset": offsets[best],
-        "best_offset_mass": mass.gather(-1, best.unsqueeze(-1)).squeeze(-1),
-        "best_offset_error": one_offset.clamp(min=0).sqrt(),
-        "toeplitz_error": toeplitz.clamp(min=0).sqrt(),
-        "output_norm": torch.linalg.matrix_norm(output),
-        "value_norm": torch.linalg.matrix_norm(v),
-    }
-    for w in WINDOWS:
-        numbers[f"mass_within_{w}"] = mass[:, max(0, m - 1 - w) : m + w].sum(-1)
-    profile = torch.zeros(len(mass), 2 * REACH + 1, dtype=torch.float64)
-    low, high = max(0, m - 1 - REACH), min(m + n - 1, m + REACH)
-    profile[:, low - (m - 1 - REACH) : high - (m - 1 - REACH)] = mass[:, low:high]
-    # cloned: a view of one number would keep the whole array it was taken from
-    numbers = {name: x.double().clone() for name, x in numbers.items()}
-    return Streamed(numbers, profile, _hashed(sample), output.mT @ output)
+    return HeadSums(
+        entropy=z.log() - dot / z,
+        row_maximum=1 / z,
+        row_squares=(norm / z).square(),
+        largest_score=peak.amax(-1),
+        received=received / m,
+        diagonals=diagonals.double(),
+        visible=visible,
+        output=output.div_(z.unsqueeze(-1)),
+        values=v,
+        sampled_rows=_sketched(sample),
+    )
 
 
 def _finite_scores(part: Scores, out: Tensor) -> Tensor:
     s = torch.baddbmm(out, part.q, part.k.mT, beta=0, alpha=part.scale, out=out)
     if part.bias is not None:
         s += part.bias
-    return s if part.keep is None else s.masked_fill_(~part.keep, _SILENT)
+    return s if part.keep is None else s.masked_fill_(~part.keep, _MASKED)
 
 
-def _keys_seen(part: Scores, columns: int, rows: int) -> Tensor:
+def _visible_keys(part: Scores, columns: int, rows: int) -> Tensor:
     if part.keep is None:
         return torch.tensor(float(columns))
     return part.keep.expand(*part.keep.shape[:-2], rows, columns).sum(-1).float()
 
 
-def _at(mass: Tensor, m: int, offset: int) -> Tensor:
-    index = m - 1 + offset
-    return mass[:, index] if 0 <= index < mass.shape[-1] else torch.zeros(len(mass), dtype=mass.dtype)
-
-
-def _hashed(sample: Tensor) -> Tensor:
-    """Rows longer than SKETCH by a CountSketch drawn from a fixed seed: inner products of rows keep their mean."""
+def _sketched(sample: Tensor) -> Tensor:
+    """Rows longer than SKETCH by a CountSketch with a fixed seed: inner products of rows keep their expected value."""
     n = sample.shape[-1]
     if n <= SKETCH:
         return sample

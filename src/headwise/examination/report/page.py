@@ -1,94 +1,75 @@
-"""An Examination as files: report.html (one file, no network), report.json, and figures for a paper.
-
-All of them are written beside the target and renamed at the end, so that an interrupted run leaves no half report.
-"""
+"""An Examination as files: report.html (one file, no network), report.json, and figures for a paper."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headwise.errors import InputError
+from headwise.examination.comparison import read_report
+from headwise.examination.measure.head_kinds import KINDS
 from headwise.examination.record import Examination
+from headwise.examination.report.report_figures import COLOURS, draw, figure_names
+from headwise.outputs import write_bytes, write_text
 
 HERE = Path(__file__).parent
 
 
-def write(examination: Examination, out: Path) -> list[Path]:
-    """report.html, report.json and figures/ in `out`; returns their paths in that order."""
-    from headwise.examination.report.report_figures import draw
-
-    beside = out / f".writing-{os.getpid()}"
-    try:
-        (beside / "figures").mkdir(parents=True)
-        (beside / "report.html").write_text(page(examination), encoding="utf-8")
-        (beside / "report.json").write_text(examination.to_json(), encoding="utf-8")
-        draw(examination, beside / "figures")
-        shutil.rmtree(out / "figures", ignore_errors=True)
-        for name in ("figures", "report.json", "report.html"):
-            (beside / name).replace(out / name)
-    except OSError as error:
-        raise InputError(f"cannot write the report to {out}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return [out / "report.html", out / "report.json", out / "figures"]
+def write_report(examination: Examination, directory: Path) -> list[Path]:
+    """Write report.html, report.json and figures/ in `directory`; return their paths in that order."""
+    figures, html, facts = draw(examination), report_page(examination), examination.to_json()
+    for name in figure_names():
+        if name not in figures:  # of an earlier report in this directory
+            (directory / "figures" / name).unlink(missing_ok=True)
+    for name, content in figures.items():
+        write_bytes(directory / "figures" / name, content)
+    write_text(directory / "report.json", facts)
+    write_text(directory / "report.html", html)
+    return [directory / "report.html", directory / "report.json", directory / "figures"]
 
 
-def page(examination: Examination) -> str:
-    """The whole page as one string: styles, script and data inside."""
+def report_page(examination: Examination) -> str:
+    """The whole page as one string, with styles, script and data."""
     return _page(examination.to_dict())
 
 
-def add_plan(out: Path, plan: Mapping[str, Any]) -> Path:
-    """Write report.html in `out` again, from its report.json, with a view of a plan (what Plan.to_dict gives)."""
-    from headwise.examination.compare import read
-
-    facts = read(out)
+def add_plan(directory: Path, plan: Mapping[str, Any]) -> Path:
+    """Write report.html in `directory` again, from its report.json and a plan (the result of Plan.to_dict)."""
+    facts = read_report(directory)
     if facts["model"]["class"] != plan["model"]["class"]:
         raise InputError(
-            f"{out} examined a {facts['model']['class']}, but the plan is for a {plan['model']['class']}; "
+            f"{directory} examined a {facts['model']['class']}, but the plan is for a {plan['model']['class']}; "
             "give the report of the same model"
         )
-    beside = out / f".writing-{os.getpid()}.html"
-    try:
-        beside.write_text(_page({**facts, "plan": dict(plan)}), encoding="utf-8")
-        beside.replace(out / "report.html")
-    except OSError as error:
-        raise InputError(f"cannot write the report to {out}: {error.strerror or error}") from error
-    return out / "report.html"
+    write_text(directory / "report.html", _page({**facts, "plan": dict(plan)}))
+    return directory / "report.html"
 
 
 def _page(facts: dict[str, Any]) -> str:
     try:
         import jinja2
+        from markupsafe import Markup
     except ImportError as error:
         raise InputError("the report needs jinja2 and matplotlib; pip install 'headwise[report]'") from error
-    template = jinja2.Environment(autoescape=True).from_string((HERE / "report.html").read_text(encoding="utf-8"))
+
+    def read(name: str) -> str:
+        return (HERE / name).read_text(encoding="utf-8")
+
+    template = jinja2.Environment(autoescape=True).from_string(read("report.html"))
     facts["redundancy"] = [[None if x is None else round(x, 2) for x in row] for row in facts["redundancy"]]
+    facts["kinds"] = {kind: {"colour": COLOURS[kind], "meaning": meaning} for kind, meaning in KINDS.items()}
     # "</script>" inside a token must not end the element
     data = json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     model = facts["model"]
     return template.render(
         title=model["name"],
         subtitle=f"{model['class']}, {model['parameters']:,} parameters, {len(facts['records'])} heads, "
-        f"{facts['data']['texts']} inputs",
+        f"{facts['inputs']['texts']} inputs",
         headline=facts["headline"],
-        version=facts["made"].get("headwise", ""),
-        css=_raw("report.css"),
-        script=_raw("report.js"),
-        data=_safe(data),
+        version=facts["provenance"].get("headwise", ""),
+        css=Markup(read("report.css")),
+        script=Markup(read("report.js")),
+        data=Markup(data),
     )
-
-
-def _raw(name: str) -> object:
-    return _safe((HERE / name).read_text(encoding="utf-8"))
-
-
-def _safe(text: str) -> object:
-    from markupsafe import Markup
-
-    return Markup(text)

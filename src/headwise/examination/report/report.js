@@ -14,17 +14,10 @@ const format = (x) => {
   return size >= 100 ? x.toFixed(0) : size >= 10 ? x.toFixed(1) : x.toFixed(3);
 };
 
-// Okabe-Ito colours, told apart by most readers; a letter says the same without colour
-const KINDS = {
-  uniform: ["U", "#999999", "#000"], positional: ["P", "#E69F00", "#000"], sink: ["S", "#CC79A7", "#000"],
-  local: ["L", "#56B4E9", "#000"], "low rank": ["R", "#009E73", "#000"], broad: ["B", "#F0E442", "#000"],
-  dense: ["D", "#0072B2", "#fff"],
-};
-const MEANING = {
-  uniform: "averages almost evenly", positional: "looks at fixed offsets", sink: "parks on one token",
-  local: "stays nearby", "low rank": "its output survives a low rank", broad: "spreads widely",
-  dense: "chooses near and far by content",
-};
+// a letter says the same as the colour
+const LETTERS = { "low rank": "R" };
+const KINDS = Object.fromEntries(Object.entries(data.kinds).map(([kind, { colour, meaning }]) =>
+  [kind, { letter: LETTERS[kind] || kind[0].toUpperCase(), colour, ink: kind === "dense" ? "#fff" : "#000", meaning }]));
 // cividis, sampled: even in lightness for colour-blind readers and in print
 const RAMP = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
 const mix = (a, b, t) => Math.round(a + (b - a) * t);
@@ -35,13 +28,13 @@ const ramp = (t) => {
   const [a, b] = [parse(RAMP[low]), parse(RAMP[high])];
   return a.map((x, i) => mix(x, b[i], place - low));
 };
-const LABELS = {
-  kind: "kind", effective_rank: "effective rank", entropy: "entropy (nats)", entropy_share: "entropy, share of the largest",
-  output_error_64: "output error at rank 64", output_error_16: "output error at rank 16", sink_mass: "largest share on one key",
-  mass_within_16: "mass within ±16", toeplitz_error: "error of the best Toeplitz matrix", best_offset_mass: "mass on the best offset",
-  contribution: "norm added to the residual stream", largest_score: "largest score", stability: "stability of the kind over texts",
-};
-const label = (name) => LABELS[name] || name.replaceAll("_", " ");
+const MEASURES = Object.fromEntries([
+  { name: "kind", label: "kind", shown: true },
+  ...data.measures,
+  { name: "stability", label: "stability of the kind over texts", shown: true, formula: "share of texts with this kind", meaning: "1 if the head has the same kind on every text." },
+].map((x) => [x.name, x]));
+const label = (name) => MEASURES[name].label + (MEASURES[name].unit ? ` (${MEASURES[name].unit})` : "");
+const explanation = (name) => `${MEASURES[name].formula}: ${MEASURES[name].meaning}`;
 
 let chosen = 0, measure = "kind";
 const value = (record, name) =>
@@ -89,8 +82,8 @@ function paint() {
     const record = records[button.dataset.i];
     let text, name;
     if (measure === "kind") {
-      const [letter, background, ink] = KINDS[record.kind];
-      button.style.background = background; button.style.color = ink;
+      const { letter, colour, ink } = KINDS[record.kind];
+      button.style.background = colour; button.style.color = ink;
       text = letter; name = record.kind;
     } else {
       const x = value(record, measure);
@@ -110,15 +103,15 @@ function paint() {
   const legend = byId("legend");
   legend.replaceChildren();
   if (measure === "kind") {
-    for (const [kind, [letter, background, ink]] of Object.entries(KINDS)) {
+    for (const [kind, { letter, colour, ink, meaning }] of Object.entries(KINDS)) {
       const count = records.filter((r) => r.kind === kind).length;
       if (!count) continue;
-      const swatch = make("span", { class: "swatch", style: `background:${background};color:${ink}` }, letter);
-      legend.append(make("span", { title: MEANING[kind] }, swatch, `${kind} (${count}): ${MEANING[kind]}`));
+      const swatch = make("span", { class: "swatch", style: `background:${colour};color:${ink}` }, letter);
+      legend.append(make("span", { title: meaning }, swatch, `${kind} (${count}): ${meaning}`));
     }
   } else {
     const strip = make("span", { class: "ramp", style: `background:linear-gradient(90deg,${RAMP.join(",")})` });
-    legend.append(format(low), strip, format(high));
+    legend.append(format(low), strip, format(high), make("span", { class: "soft" }, explanation(measure)));
   }
 }
 
@@ -132,10 +125,10 @@ function choose(i, focus) {
     if (mine && focus) button.focus({ preventScroll: false });
   });
   const record = records[i], site = sites[record.site], detail = byId("detail");
-  const counts = Object.entries(record.kinds).map(([kind, n]) => `${kind} on ${n}`).join(", ");
+  const counts = Object.entries(record.kind_counts).map(([kind, n]) => `${kind} on ${n}`).join(", ");
   detail.replaceChildren(
     make("h3", {}, `${site.name} · head ${record.head}`),
-    make("p", { class: "verdict" }, make("strong", {}, record.kind), `: ${record.words}.`),
+    make("p", { class: "verdict" }, make("strong", {}, record.kind), `: ${record.description}.`),
     make("p", { class: "soft" }, `${site.kind}-attention${site.causal ? ", causal" : ""}, key width ${site.key_width}` +
       (site.groups < site.heads ? `, ${site.groups} key heads for ${site.heads} query heads` : "") + `. Kind by text: ${counts}.`),
   );
@@ -146,7 +139,7 @@ function choose(i, focus) {
   }
   const reach = (record.profile.length - 1) / 2;
   const near = record.profile.map((y, x) => [x - reach, y]).filter(([x]) => Math.abs(x) <= 24);
-  detail.append(make("h3", {}, "Where it looks: mean mass by offset"), chart({ bars: near, height: 130, x: "offset (key − query)", y: "mass" }));
+  detail.append(make("h3", {}, "Mean weight by offset"), chart({ bars: near, height: 130, x: "offset (key − query)", y: "weight" }));
   detail.append(numbers(record));
 }
 
@@ -156,7 +149,7 @@ function attentionMap(excerpt, record, i) {
   const context = canvas.getContext("2d"), image = context.createImageData(excerpt.columns, excerpt.rows);
   bytes.forEach((byte, at) => image.data.set([...ramp(byte / 255), 255], at * 4));
   context.putImageData(image, 0, 0);
-  const tip = make("p", { class: "tip" }, "Queries run down, keys across; brighter is more. Point at a cell to read its tokens.");
+  const tip = make("p", { class: "tip" }, "Queries run down, keys across; brighter cells have more weight. Point at a cell to read its tokens.");
   const words = (from, to) => {
     const list = (data.excerpt.tokens || []).slice(from, to);
     if (!list.length) return to - from > 1 ? `${from}–${to - 1}` : String(from);
@@ -170,7 +163,7 @@ function attentionMap(excerpt, record, i) {
     const q = [edge(row, excerpt.rows, excerpt.queries), edge(row + 1, excerpt.rows, excerpt.queries)];
     const k = [edge(column, excerpt.columns, excerpt.keys), edge(column + 1, excerpt.columns, excerpt.keys)];
     const weight = (bytes[row * excerpt.columns + column] / 255) ** 2 * excerpt.top[record.head];
-    tip.textContent = `“${words(...q)}” looks at “${words(...k)}”: mean weight ${format(weight)} (tokens ${q[0]}–${q[1] - 1} × ${k[0]}–${k[1] - 1})`;
+    tip.textContent = `“${words(...q)}” attends to “${words(...k)}”: mean weight ${format(weight)} (tokens ${q[0]}–${q[1] - 1} × ${k[0]}–${k[1] - 1})`;
   });
   return [make("h3", {}, `Attention on a text of ${excerpt.keys} tokens`), canvas, tip];
 }
@@ -180,7 +173,7 @@ function numbers(record) {
   table.append(make("thead", {}, make("tr", {}, ...["measure", "mean", "± over texts", "min", "max"].map((x) => make("th", { scope: "col" }, x)))));
   const body = make("tbody");
   for (const [name, x] of Object.entries(record.measures)) {
-    body.append(make("tr", {}, make("th", { scope: "row" }, label(name)), ...[x.mean, x.std, x.min, x.max].map((y) => make("td", {}, format(y)))));
+    body.append(make("tr", {}, make("th", { scope: "row", title: explanation(name) }, label(name)), ...[x.mean, x.std, x.min, x.max].map((y) => make("td", {}, format(y)))));
   }
   table.append(body);
   return make("details", {}, make("summary", {}, "All numbers"), table);
@@ -256,12 +249,12 @@ function depth() {
     box.append(chart({ series: curves.map(([name, ys]) => ({ name, points: ys.map((y, i) => [i, y]) })), log: true, height: 300, x: "layer", y: "relative residual" }));
   }
   byId("collapse-note").textContent = ablations.supported
-    ? "On one text, in 64-bit: the model as it is, and with skip connections or MLPs switched off."
+    ? "On one text, in float64: the model as it is, and with skip connections or MLPs switched off."
     : `Ablations: not supported. ${ablations.why || ""}`;
   const paths = data.paths || {};
   if (paths.supported) {
     byId("paths").append(chart({ bars: paths.share.map((y, j) => [j, y]), height: 300, x: "number of attention layers on the path", y: "share of the output" }));
-    byId("paths-note").textContent = `What paths of each length contribute to the last layer; shares add up to one (to ${format(paths.sum_error)}). Held as they were on this text: ${paths.frozen.join(", ")}.`;
+    byId("paths-note").textContent = `Contribution of paths of each length to the last layer; the shares add up to one (error ${format(paths.sum_error)}). Held at their values on this text: ${paths.frozen.join(", ")}.`;
   } else byId("paths-note").textContent = `Path lengths: not supported. ${paths.why || ""}`;
 }
 
@@ -282,8 +275,8 @@ function redundancy() {
   table.append(body);
 }
 
-function madeBy() {
-  const box = byId("made"), list = { ...data.data, ...data.made };
+function provenance() {
+  const box = byId("provenance"), list = { ...data.inputs, ...data.provenance };
   if (list.command) { box.append(make("pre", { tabindex: 0 }, list.command)); delete list.command; }
   const table = make("table", { class: "numbers", style: "max-width:40rem" });
   const body = make("tbody");
@@ -318,14 +311,14 @@ function plan() {
   }
   const drift = (p) => p.test === null ? p.selection : p.test;
   const points = (list) => list.filter((p) => drift(p) > 0 && drift(p) < 0.6 && p.cost > 0).sort((a, b) => a.cost - b.cost).map((p) => [Math.log10(p.cost), drift(p)]);
-  const series = [["head by head", found.curve], ["one window", found.baselines.filter((p) => p.name.startsWith("window "))], ["one projection", found.baselines.filter((p) => p.name.startsWith("projected"))]]
+  const series = [["chosen for each head", found.curve], ["one window", found.baselines.filter((p) => p.name.startsWith("window "))], ["one projection", found.baselines.filter((p) => p.name.startsWith("projected"))]]
     .map(([name, list]) => ({ name, points: points(list) })).filter((s) => s.points.length);
   if (series.length) {
     const xs = series.flatMap((s) => s.points.map((p) => p[0])), ticks = [0.001, 0.01, 0.03, 0.1, 0.3, 1].map((v) => [Math.log10(v), `${100 * v} %`]).filter(([v]) => v >= Math.min(...xs) && v <= Math.max(...xs));
-    byId("plan-curve").append(chart({ series, log: true, height: 300, x: "attention cost, share of softmax attention", y: "drift", ticks }));
+    byId("plan-curve").append(chart({ series, log: true, height: 300, x: "attention cost, share of softmax", y: "drift", ticks }));
   }
   const here = found.curve.find((p) => Object.entries(p.sites).every(([site, row]) => row.every((i, h) => words(found.choices[i]) === words(found.sites[site][h]))));
-  byId("plan-note").textContent = `Planned for ${found.length} tokens and a drift of at most ${found.tolerance} (${found.measure}).` + (here ? ` Attention costs ${format(100 * here.cost)} % of softmax attention; drift on the test texts ${format(drift(here))}.` : " This plan was edited.");
+  byId("plan-note").textContent = `Planned for ${found.length} tokens and a drift of at most ${found.tolerance} (${found.measure}).` + (here ? ` Attention costs ${format(100 * here.cost)} % of softmax; drift on held-out texts ${format(drift(here))}.` : " This plan was edited.");
 }
 
 function theme(dark) {
@@ -334,10 +327,9 @@ function theme(dark) {
   byId("theme").setAttribute("aria-label", dark ? "Use light colours" : "Use dark colours");
 }
 
-const names = ["kind", ...Object.keys(LABELS).filter((name) => name !== "kind" && records.some((r) => value(r, name) !== null))];
-const others = Object.keys(records[0].measures).filter((name) => !names.includes(name));
-for (const name of [...names, ...others]) byId("measure").append(make("option", { value: name }, label(name)));
+const measured = Object.values(MEASURES).filter((x) => x.name === "kind" || records.some((r) => value(r, x.name) !== null));
+for (const x of [...measured.filter((x) => x.shown), ...measured.filter((x) => !x.shown)]) byId("measure").append(make("option", { value: x.name }, label(x.name)));
 byId("measure").addEventListener("change", (event) => { measure = event.target.value; paint(); });
 byId("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme !== "dark"));
 theme(window.matchMedia("(prefers-color-scheme: dark)").matches);
-buildMap(); paint(); choose(0, false); depth(); redundancy(); plan(); madeBy();
+buildMap(); paint(); choose(0, false); depth(); redundancy(); plan(); provenance();

@@ -1,8 +1,9 @@
-"""Figures fit for a paper, from an Examination alone: each as SVG and PNG."""
+"""Figures for a paper, made from an Examination: each as SVG and PNG."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
+from collections.abc import Callable
 from typing import Any
 
 from headwise.errors import InputError
@@ -18,11 +19,19 @@ COLOURS = {
     "broad": "#F0E442",
     "dense": "#0072B2",
 }
-"""Okabe & Ito's colours, the same as on the page."""
+"""Colours of Okabe & Ito, which most colour-blind readers can tell apart; also used on the page."""
 
 
-def draw(examination: Examination, directory: Path) -> list[Path]:
-    """kinds, effective-rank (or entropy), collapse and paths, as far as they were measured."""
+FIGURES = ("kinds", "effective-rank", "entropy", "collapse", "paths")
+
+
+def figure_names() -> list[str]:
+    """Names of all files that `draw` may make."""
+    return [f"{name}.{suffix}" for name in FIGURES for suffix in ("svg", "png")]
+
+
+def draw(examination: Examination) -> dict[str, bytes]:
+    """file name -> content: kinds, effective-rank (or entropy), collapse and paths, as far as they were measured."""
     try:
         import matplotlib
     except ImportError as error:
@@ -30,23 +39,29 @@ def draw(examination: Examination, directory: Path) -> list[Path]:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    figures: dict[str, Any] = {"kinds": _kinds(Figure(figsize=(6, 3.2), layout="constrained"), examination)}
-    name = "effective_rank" if "effective_rank" in examination.records[0].measures else "entropy"
-    figures[name.replace("_", "-")] = _map(Figure(figsize=(6, 3.6), layout="constrained"), examination, name)
+    measure = "effective_rank" if "effective_rank" in examination.records[0].measures else "entropy"
+    drawings: dict[str, Callable[[Any], None]] = {
+        "kinds": lambda figure: _kinds(figure, examination),
+        measure.replace("_", "-"): lambda figure: _map(figure, examination, measure),
+    }
     if examination.ablations.get("supported"):
-        figures["collapse"] = _collapse(Figure(figsize=(5, 3.4), layout="constrained"), examination)
+        drawings["collapse"] = lambda figure: _collapse(figure, examination)
     if examination.paths.get("supported"):
-        figures["paths"] = _paths(Figure(figsize=(5, 3), layout="constrained"), examination)
-    written = []
+        drawings["paths"] = lambda figure: _paths(figure, examination)
+    files: dict[str, bytes] = {}
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        for name, figure in figures.items():
+        for name, drawing in drawings.items():
+            figure = Figure(figsize=(6, 3.4), layout="constrained")
+            drawing(figure)
             for suffix in ("svg", "png"):
-                written.append(directory / f"{name}.{suffix}")
-                figure.savefig(written[-1], dpi=160, metadata={"Date": None} if suffix == "svg" else None)
-    return written
+                content = io.BytesIO()
+                metadata = {"Date": None} if suffix == "svg" else None
+                figure.savefig(content, format=suffix, dpi=160, metadata=metadata)
+                files[f"{name}.{suffix}"] = content.getvalue()
+    return files
 
 
-def _kinds(figure: Any, examination: Examination) -> Any:
+def _kinds(figure: Any, examination: Examination) -> None:
     axes = figure.subplots()
     layers = len(examination.sites)
     below = [0] * layers
@@ -57,10 +72,9 @@ def _kinds(figure: Any, examination: Examination) -> Any:
             below = [a + b for a, b in zip(below, counts, strict=True)]
     axes.set(xlabel="layer", ylabel="heads", title=f"Kinds of heads in {examination.model['name']}")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    return figure
 
 
-def _map(figure: Any, examination: Examination, name: str) -> Any:
+def _map(figure: Any, examination: Examination, name: str) -> None:
     axes = figure.subplots()
     heads = max(site["heads"] for site in examination.sites)
     grid = [[float("nan")] * heads for _ in examination.sites]
@@ -69,21 +83,18 @@ def _map(figure: Any, examination: Examination, name: str) -> Any:
     image = axes.imshow(grid, cmap="cividis", aspect="auto")
     axes.set(xlabel="head", ylabel="layer", title=name.replace("_", " "))
     figure.colorbar(image, ax=axes)
-    return figure
 
 
-def _collapse(figure: Any, examination: Examination) -> Any:
+def _collapse(figure: Any, examination: Examination) -> None:
     axes = figure.subplots()
     for (name, curve), style in zip(examination.ablations["curves"].items(), ("-", "--", ":", "-."), strict=False):
         axes.semilogy(curve, style, marker="o", markersize=3, label=name)
-    axes.set(xlabel="layer", ylabel="relative residual", title="Do tokens collapse?")
+    axes.set(xlabel="layer", ylabel="relative residual", title="Relative residual by layer")
     axes.legend(frameon=False)
-    return figure
 
 
-def _paths(figure: Any, examination: Examination) -> Any:
+def _paths(figure: Any, examination: Examination) -> None:
     axes = figure.subplots()
     axes.bar(examination.paths["lengths"], examination.paths["share"], color="#0072B2")
     axes.axhline(0, color="black", linewidth=0.5)
     axes.set(xlabel="attention layers on the path", ylabel="share of the output", title="Contribution by path length")
-    return figure

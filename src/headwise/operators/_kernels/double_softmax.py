@@ -1,9 +1,9 @@
 """softmax_features(s q) (softmax_keys(s k)^T v) for q (b, m, k), k (b, n, k), v (b, n, d): what `efficient` and
-`factored` compute, block by block of rows so that nothing between input and output leaves the cache.
+`factored` compute, in blocks of rows so that intermediate results stay in the cache.
 
 With H and L the two softmaxes, C = L^T v and g the gradient of the result:
     dC = H^T g      dq = s H (g C^T - rows of H * (g C^T))
-    dv = L dC       dk = s L (v dC^T - c),  c = rows of C * dC: the sum over keys that a softmax over keys asks for.
+    dv = L dC       dk = s L (v dC^T - c),  c = rows of C * dC, from the normaliser of the softmax over keys.
 """
 
 from __future__ import annotations
@@ -15,45 +15,42 @@ from typing import final
 import torch
 from torch import Tensor
 
-from headwise.operators._kernels import autograd_functions
-from headwise.operators._kernels.queries_keys import Pair
-
-ROWS = 1 << 19
-"""Elements of q or k, over the whole batch, worked on at once: 2 MB of single precision; measured."""
+from headwise.operators._kernels import autograd_functions, limits
+from headwise.operators._kernels.queries_keys import QueriesKeys
 
 
-def double_softmax(both: Pair, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-    """H L v with the keys `k` (*batch, r, k) in place of those of `both`, any batch axes, padded keys left out."""
-    q, k, batch = _flat(both.q, k, v, keep)
-    x = v.to(q.dtype) if keep is None else v.to(q.dtype).masked_fill(~keep.unsqueeze(-1), 0)
+def double_softmax(qk: QueriesKeys, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """H L v with the keys `k` (*batch, r, k) in place of those of `qk`; any batch axes, masked keys left out."""
+    q, k, batch = _flat(qk.q, k, v, key_mask)
+    x = v.to(q.dtype) if key_mask is None else v.to(q.dtype).masked_fill(~key_mask.unsqueeze(-1), 0)
     x = x.expand(*batch, *v.shape[-2:]).reshape(-1, *v.shape[-2:])
-    out = autograd_functions.run(DoubleSoftmax(both.scale), q, k, x).reshape(*batch, q.shape[-2], v.shape[-1])
-    return out.to(v.dtype) if keep is None else out.masked_fill(~_any(keep), 0).to(v.dtype)
+    out = autograd_functions.run(DoubleSoftmax(qk.scale), q, k, x).reshape(*batch, q.shape[-2], v.shape[-1])
+    return out.to(v.dtype) if key_mask is None else out.masked_fill(~_any(key_mask), 0).to(v.dtype)
 
 
-def double_softmax_adjoint(both: Pair, k: Tensor, u: Tensor, keep: Tensor | None) -> Tensor:
-    """L^T H^T u, from plain operations."""
-    q, k, batch = _flat(both.q, k, u, keep)
+def double_softmax_adjoint(qk: QueriesKeys, k: Tensor, u: Tensor, key_mask: Tensor | None) -> Tensor:
+    """L^T H^T u, from differentiable operations."""
+    q, k, batch = _flat(qk.q, k, u, key_mask)
     x = u.to(q.dtype).expand(*batch, *u.shape[-2:]).reshape(-1, *u.shape[-2:])
-    kernel = DoubleSoftmax(both.scale)
+    kernel = DoubleSoftmax(qk.scale)
     out = kernel.keys(k) @ (kernel.features(q).mT @ x)
     out = out.reshape(*batch, *out.shape[-2:])
-    return out.to(u.dtype) if keep is None else out.masked_fill(~keep.unsqueeze(-1), 0).to(u.dtype)
+    return out.to(u.dtype) if key_mask is None else out.masked_fill(~key_mask.unsqueeze(-1), 0).to(u.dtype)
 
 
-def _flat(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, torch.Size]:
+def _flat(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, torch.Size]:
     """q and k with one batch axis, in at least single precision: sums over n keys are not half-precision numbers."""
     compute = torch.promote_types(v.dtype, torch.float32)
     q, k = q.to(compute), k.to(compute)
-    if keep is not None:  # the exponential of this is exactly zero beside any real key
-        k = k.masked_fill(~keep.unsqueeze(-1), -1e30)
+    if key_mask is not None:  # the exponential of this is exactly zero beside any real key
+        k = k.masked_fill(~key_mask.unsqueeze(-1), limits.HIDDEN)
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q, k = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (q, k))
     return q, k, batch
 
 
-def _any(keep: Tensor) -> Tensor:
-    return keep.any(-1)[..., None, None]
+def _any(key_mask: Tensor) -> Tensor:
+    return key_mask.any(-1)[..., None, None]
 
 
 @final
@@ -112,12 +109,12 @@ class DoubleSoftmax:
 
 
 def _slices(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of x (b, n, c), some at a time, and room to work on them: the same for all, for new pages are slow.
+    """Slices of the rows of x (b, n, c), each with a contiguous work buffer, reused because new pages are slow.
 
-    The room of a short last slice is in one piece too: torch's softmax into its own input is wrong where it is not.
+    Contiguous also for a short last slice: torch's softmax into its own input is wrong otherwise.
     """
     b, n, c = x.shape
-    step = min(n, max(1, ROWS // (b * c)))
+    step = min(n, max(1, limits.CACHE_ENTRIES // (b * c)))
     room = x.new_empty(b * step * c)
     for start in range(0, n, step):
         count = min(step, n - start)

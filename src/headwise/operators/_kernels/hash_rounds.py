@@ -18,11 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NEVER = -1e30
-"""Score of a pair that does not count: its exponential is exactly zero beside any other."""
-
-GROUP = 1 << 20
-"""Scores of one round worked on at once (4 MB in single precision): larger pieces are new pages from the system."""
+from headwise.operators._kernels import limits
 
 
 @final
@@ -106,7 +102,7 @@ class Rounds:
         scores, top = [], own.detach()
         for order_q, order_k, place_q, _, mask in _each(others):
             s = self.scale * (self._blocks(q, order_q) @ self._band(k, order_k).mT)
-            s = s.masked_fill(~mask, NEVER)
+            s = s.masked_fill(~mask, limits.HIDDEN)
             top = torch.maximum(top, s.detach().amax(-1).flatten(1).gather(1, place_q))
             scores.append(s)
         itself = (own - top).exp()
@@ -138,8 +134,8 @@ class Rounds:
 def _in_groups(
     work: Callable[..., tuple[Tensor, ...]], entries: int, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """`work` on as many members of the batch at once as fit into the memory that is quickest to get: measured."""
-    size = max(1, GROUP // entries)
+    """`work` on limits.HASH_ENTRIES scores at a time."""
+    size = max(1, limits.HASH_ENTRIES // entries)
     if size >= tensors[0].shape[0]:
         return work(*tensors)
     parts = [work(*group) for group in zip(*(x.split(size) for x in tensors), strict=True)]
@@ -152,8 +148,8 @@ def _each(others: list[Tensor]) -> list[tuple[Tensor, ...]]:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    # finite: a row that sees nothing then has a log-sum-exp that vanishes beside any other
-    return torch.where(mask, torch.zeros((), dtype=dtype), torch.full((), NEVER, dtype=dtype))
+    # finite: an empty row then has a log-sum-exp that vanishes beside any other
+    return torch.where(mask, torch.zeros((), dtype=dtype), torch.full((), limits.HIDDEN, dtype=dtype))
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:

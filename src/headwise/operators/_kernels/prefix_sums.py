@@ -3,9 +3,9 @@
     out_i = sum_c H_ic ( sum_(j <= i in the block) e_jc v_j + sum_(slots of earlier blocks) e_sc w_s ) / Z_ic
 
 with e = exp(keys), H the softmax over features of the queries and Z_ic the sum of the same e.  Slots are what a block
-leaves for later ones: its own keys and values (nothing is lost) or a projection of them.  Every block has a shift of
-its own, half way up its running maximum, and states are summed in double precision, so that neither early rows
-underflow because of later keys nor late ones overflow.
+leaves to later ones: its own keys and values (exact) or a projection of them.  Every block has its own shift, half way
+up its running maximum, and states are summed in double precision, so that early rows do not underflow because of later
+keys and late ones do not overflow.
 """
 
 from __future__ import annotations
@@ -18,23 +18,14 @@ import torch
 from torch import Tensor
 
 from headwise.errors import NonFiniteError
+from headwise.operators._kernels import limits
 from headwise.shapes import filled
-
-RISE = {torch.float32: 120.0, torch.float64: 1200.0}
-"""How much a running maximum may rise inside a block: exponentials of half of it stay far from overflow."""
-
-RANGE = 600.0
-"""How much it may rise over the whole sequence: states are summed in double precision."""
-
-
-GROUP = 1 << 19
-"""Numbers in the states of blocks that are worked on together: half a million of them stay in the cache."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Keys (*batch, t, b, k) and slots (*batch, t, c, k), times scale, and which are not there (None: all are)."""
+    """Keys (*batch, t, b, k) and slots (*batch, t, c, k), times scale, and which are masked (None: none)."""
 
     keys: Tensor
     hidden: Tensor | None
@@ -48,7 +39,7 @@ class Blocks:
         least = _present(keys, self.hidden, math.inf).amin((-3, -2), keepdim=True)
         if slots is not keys:
             least = torch.minimum(least, _present(slots, self.empty, math.inf).amin((-3, -2), keepdim=True))
-        # where no key has been seen yet any finite number will do: there the least of all, or zero
+        # before the first key any finite number will do: the least of all, or zero
         least = least.masked_fill(least == math.inf, 0)
         keys = keys if self.hidden is None else torch.where(self.hidden, least, keys)
         highest = keys.amax(-2, keepdim=True)
@@ -61,7 +52,7 @@ class Blocks:
         return torch.maximum(earlier, keys[..., :1, :]), last
 
     def check(self, owner: str) -> None:
-        """Refuse keys that rise too far.  Silent while tracing or under vmap, where values are not known."""
+        """Raise NonFiniteError if keys rise too far.  Not checked while tracing or under vmap."""
         if torch.compiler.is_compiling():
             return
         first, last = self.running_maximum()
@@ -69,11 +60,11 @@ class Blocks:
             rise, span = (last - first).amax().item(), (last.amax(-3) - first.amin(-3)).amax().item()
         except RuntimeError:  # vmap refuses .item()
             return
-        if rise > (most := RISE[self.keys.dtype]) or span > RANGE:
+        if rise > (most := limits.MAX_RISE[self.keys.dtype]) or span > limits.MAX_RANGE:
             raise NonFiniteError(
                 f"{owner}: a key feature times scale rises by {rise:.0f} within {self.keys.shape[-2]} positions and by "
-                f"{span:.0f} in all, but running sums in {self.keys.dtype} hold {most:.0f} and {RANGE:.0f}; use a "
-                "smaller scale"
+                f"{span:.0f} in all, but running sums in {self.keys.dtype} hold {most:.0f} and "
+                f"{limits.MAX_RANGE:.0f}; use a smaller scale"
             )
 
     def attend(self, features: Tensor, v: Tensor, w: Tensor) -> Tensor:
@@ -82,7 +73,7 @@ class Blocks:
         shift = (first + last) / 2
         scale = (shift - shift.amax(-3, keepdim=True)).double().exp()
         t, k, d = self.keys.shape[-3], self.keys.shape[-1], v.shape[-1]
-        size = max(1, GROUP // max(1, v.shape[:-3].numel() * k * d))
+        size = max(1, limits.CACHE_ENTRIES // max(1, v.shape[:-3].numel() * k * d))
         parts = (x if x is None else x.split(size, -3) for x in (self.keys, self.hidden, self.slots, self.empty))
         keys, hidden, slots, empty = (part or [None] * -(-t // size) for part in parts)
         others = (x.split(size, -3) for x in (features, v, w, shift, scale))
@@ -106,11 +97,11 @@ def blocked(x: Tensor, block: int) -> Tensor:
     return filled(x, (0, 0, 0, -x.shape[-2] % block)).unflatten(-2, (-1, block))
 
 
-def blocked_absence(keep: Tensor | None, n: int, block: int, device: torch.device) -> Tensor:
-    """Which positions of `blocked` are not there: padding, or beyond the end; (*batch, t, block, 1)."""
+def blocked_absence(key_mask: Tensor | None, n: int, block: int, device: torch.device) -> Tensor:
+    """Which positions of `blocked` are masked or beyond the end; (*batch, t, block, 1)."""
     real = torch.arange(n + -n % block, device=device) < n
-    if keep is not None:
-        real = real & filled(keep, (0, -n % block))
+    if key_mask is not None:
+        real = real & filled(key_mask, (0, -n % block))
     return ~real.unflatten(-1, (-1, block)).unsqueeze(-1)
 
 

@@ -1,8 +1,10 @@
-"""P v and P^T u from blocks of rows of P: the plain way when an arbitrary mask leaves no structure to use.
+"""P v and P^T u piece by piece: blocks of rows for arbitrary masks, a rectangle and a triangle for causal ones.
 
     (P v)_block = P_block v          P^T u = sum over blocks of P_block^T u_block
 
-O(m n d) work; at most ENTRIES numbers of P are alive at once, in the backward pass too (blocks are computed again).
+Blocks of rows cost O(m n d) work; at most limits.SCORE_ENTRIES numbers of P exist at once, in the backward pass too
+(blocks are recomputed).  A causal m x n matrix is a rectangle beside a square triangle: every query attends to the
+first n - m keys, the first m - n queries attend to nothing, and min(m, n) queries remain against as many keys.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-ENTRIES = 1 << 22
-"""Entries of P, over the whole batch, in one block of rows: 16 MB in float32."""
+from headwise.operators._kernels import limits
+from headwise.shapes import filled
 
 Rows = Callable[[int, int], Tensor]
 """(start, stop) -> rows start..stop of P: (*batch, stop - start, n)"""
@@ -40,7 +42,7 @@ def adjoint_rows(rows: Rows, shape: Sequence[int], u: Tensor) -> Tensor:
 
 def _blocks(shape: Sequence[int]) -> list[tuple[int, int]]:
     *batch, m, n = shape
-    step = max(1, min(m, ENTRIES // (math.prod(batch) * n)))
+    step = max(1, min(m, limits.SCORE_ENTRIES // (math.prod(batch) * n)))
     return [(start, min(start + step, m)) for start in range(0, m, step)]
 
 
@@ -49,3 +51,32 @@ def _recomputed(block: Callable[[Tensor], Tensor], x: Tensor, blocks: list[tuple
     if len(blocks) == 1 or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return block(x)
     return checkpoint(block, x, use_reentrant=False)
+
+
+Part = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(a, b, v) -> sum_j f(a_i, b_j) v_j over all j, or over j <= i: rows a (*batch, m, k), b (*batch, n, k)."""
+
+
+def causal_apply(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    """sum over j <= i + n - m of f(a_i, b_j) v_j: (*batch, n, d) -> (*batch, m, d)"""
+    ahead, silent = _overhang(a, b)
+    out = triangle(a[..., silent:, :], b[..., ahead:, :], v[..., ahead:, :])
+    if ahead:
+        out = out + rectangle(a, b[..., :ahead, :], v[..., :ahead, :])
+    return filled(out, (0, 0, silent, 0))
+
+
+def causal_adjoint(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, u: Tensor) -> Tensor:
+    """sum over i >= j - n + m of f(b_j, a_i) u_i: (*batch, m, d) -> (*batch, n, d), for symmetric f.
+
+    The transpose of a triangle is the triangle of both sequences reversed.
+    """
+    ahead, silent = _overhang(a, b)
+    backwards = (b[..., ahead:, :].flip(-2), a[..., silent:, :].flip(-2), u[..., silent:, :].flip(-2))
+    out = triangle(*backwards).flip(-2)
+    return torch.cat([rectangle(b[..., :ahead, :], a, u), out], dim=-2) if ahead else out
+
+
+def _overhang(a: Tensor, b: Tensor) -> tuple[int, int]:
+    m, n = a.shape[-2], b.shape[-2]
+    return max(0, n - m), max(0, m - n)

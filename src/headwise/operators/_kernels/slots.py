@@ -1,7 +1,4 @@
-"""E k and F v with missing keys left out: what `factored`, `projected` and their block forms attend to.
-
-A causal form has blocks of positions, and every block leaves its slots to later ones (`block_slots`).
-"""
+"""E k and F v without masked keys: the slots that `projected`, `factored` and their causal block forms attend to."""
 
 from __future__ import annotations
 
@@ -13,21 +10,22 @@ from torch import Tensor
 
 from headwise.errors import UnsupportedError
 from headwise.operators._kernels.prefix_sums import blocked, blocked_absence
-from headwise.operators._kernels.queries_keys import Pair
+from headwise.operators._kernels.queries_keys import QueriesKeys
+from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.linear.projections import Dense, Projection
-from headwise.shapes import same_axis
+from headwise.shapes import broadcast_batch, same_axis
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Shortened:
-    """Keys (*batch, n, k) and values (*batch, n, d) as r slots each; `filled` (*batch, r) says which are not empty."""
+    """Keys (*batch, n, k) and values (*batch, n, d) as r slots each; `filled` (*batch, r) is False at empty slots."""
 
     k: Tensor
     e: Projection
     f: Projection
-    keep: Tensor | None
+    key_mask: Tensor | None
 
     @property
     def batch(self) -> torch.Size:
@@ -35,11 +33,11 @@ class Shortened:
 
     @property
     def filled(self) -> Tensor | None:
-        return None if self.keep is None else self.e.support(self.keep) & self.f.support(self.keep)
+        return None if self.key_mask is None else self.e.support(self.key_mask) & self.f.support(self.key_mask)
 
     @property
     def claims(self) -> frozenset[Claim]:
-        """What a row-stochastic attention to the slots promises after the projection of the values."""
+        """What follows for P from a row-stochastic attention to the slots."""
         if not self.f.averages:
             return frozenset()
         filled = self.filled
@@ -47,19 +45,19 @@ class Shortened:
         return frozenset({Claim.NONNEGATIVE, Claim.STOCHASTIC} if whole else {Claim.NONNEGATIVE})
 
     def keys(self) -> Tensor:
-        return self._short(self.e, self.k)
+        """E k"""
+        return self._shorten(self.e, self.k)
 
     def values(self, v: Tensor) -> Tensor:
-        return self._short(self.f, v)
+        """F v"""
+        return self._shorten(self.f, v)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """From gradients of the slots (*batch, r, d) to those of the values (*batch, n, d)."""
+        """F^T u: (*batch, r, d) -> (*batch, n, d)"""
         compute = torch.promote_types(u.dtype, torch.float32)
-        x = u.to(compute)
-        counts = None if self.keep is None else self.f.counts(self.keep)
-        x = x if counts is None else x / counts.to(compute).unsqueeze(-1)
-        x = self.f.adjoint(x)
-        return (x if self.keep is None else x.masked_fill(~self.keep.unsqueeze(-1), 0)).to(u.dtype)
+        counts = None if self.key_mask is None else self.f.counts(self.key_mask)
+        x = self.f.adjoint(u.to(compute) if counts is None else u.to(compute) / counts.to(compute).unsqueeze(-1))
+        return (x if self.key_mask is None else x.masked_fill(~self.key_mask.unsqueeze(-1), 0)).to(u.dtype)
 
     def multiply_adds(self, d: int, copies: int) -> int:
         """Of E k and F v, for a batch of `copies`."""
@@ -73,36 +71,37 @@ class Shortened:
         batch = torch.broadcast_shapes(self.k.shape[:-2], self.e.batch)
         return self.e.multiply_adds(self.k.shape[-1] * batch.numel())
 
-    def _short(self, projection: Projection, x: Tensor) -> Tensor:
+    def _shorten(self, projection: Projection, x: Tensor) -> Tensor:
         compute = torch.promote_types(x.dtype, torch.float32)  # sums over n positions
-        y = x.to(compute) if self.keep is None else x.to(compute).masked_fill(~self.keep.unsqueeze(-1), 0)
-        y = projection.apply(y)
-        counts = None if self.keep is None else projection.counts(self.keep)
+        if self.key_mask is None:
+            return projection.apply(x.to(compute)).to(x.dtype)
+        y = projection.apply(x.to(compute).masked_fill(~self.key_mask.unsqueeze(-1), 0))
+        counts = projection.counts(self.key_mask)
         return (y if counts is None else y / counts.to(compute).unsqueeze(-1)).to(x.dtype)
 
 
-def shortened(owner: str, both: Pair, e: Projection, f: Projection | None) -> Shortened:
-    """e and f (e for both unless given) fit the n keys and one another."""
+def shorten(owner: str, qk: QueriesKeys, e: Projection, f: Projection | None) -> Shortened:
+    """The n keys shortened by e and f (f = e unless given), which must fit them and one another."""
     f = e if f is None else f
     for name, projection in (("e", e), ("f", f)):
-        if projection.length != both.n:
+        if projection.length != qk.n:
             raise UnsupportedError(
-                f"{owner}: {name} was made for n = {projection.length} keys, but there are {both.n}; slice or "
+                f"{owner}: {name} was made for n = {projection.length} keys, but there are {qk.n}; slice or "
                 "interpolate a learned one (headwise.nn.builders do), or make another"
             )
     same_axis(owner, "r", e=e.slots, f=f.slots)
-    return Shortened(both.k, e, f, both.keep)
+    return Shortened(qk.k, e, f, qk.key_mask)
 
 
-def block_slots(owner: str, both: Pair, e: Projection, f: Projection | None) -> Shortened:
-    """Every block of `e.length` positions shortened by e (keys) and f (values), the last one filled up with padding."""
+def shorten_blocks(owner: str, qk: QueriesKeys, e: Projection, f: Projection | None) -> Shortened:
+    """Every block of `e.length` positions shortened by e (keys) and f (values), the last one padded."""
     f = e if f is None else f
     block = same_axis(owner, "block", e=e.length, f=f.length)
     same_axis(owner, "r", e=e.slots, f=f.slots)
-    keep = None
-    if both.keep is not None or both.n % block:
-        keep = ~blocked_absence(both.keep, both.n, block, both.k.device).squeeze(-1)
-    return Shortened(blocked(both.k, block), _per_block(e), _per_block(f), keep)
+    key_mask = None
+    if qk.key_mask is not None or qk.n % block:
+        key_mask = ~blocked_absence(qk.key_mask, qk.n, block, qk.k.device).squeeze(-1)
+    return Shortened(blocked(qk.k, block), _per_block(e), _per_block(f), key_mask)
 
 
 def _per_block(projection: Projection) -> Projection:
@@ -112,9 +111,50 @@ def _per_block(projection: Projection) -> Projection:
     return projection
 
 
-def slot_absence(short: Shortened) -> Tensor:
-    """Which slots (*batch, t, r, 1) are empty."""
-    filled = short.filled
-    if filled is None:
-        return torch.zeros(short.k.shape[-3], short.e.slots, 1, dtype=torch.bool, device=short.k.device)
-    return ~filled.unsqueeze(-1)
+class SlotOperator(AttentionOperator):
+    """Queries that attend to slots; the batch axes are those of q, k and the projections."""
+
+    qk: QueriesKeys
+    short: Shortened
+
+    @property
+    def batch(self) -> torch.Size:
+        return broadcast_batch(type(self).__name__, q_and_k=self.qk.batch, projections=self.short.batch)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.batch, self.qk.m, self.qk.n))
+
+    @property
+    def like(self) -> Tensor:
+        return self.qk.q
+
+    @property
+    def claims(self) -> frozenset[Claim]:
+        return self.short.claims
+
+    def _expand(self, u: Tensor) -> Tensor:
+        """u with the batch axes of P and its own."""
+        batch = broadcast_batch(type(self).__name__, operator=self.batch, u=u.shape[:-2])
+        return u.expand(*batch, *u.shape[-2:])
+
+
+class BlockSlotOperator(SlotOperator):
+    """Causal form: queries attend to the keys of their own block up to themselves and to slots of earlier blocks."""
+
+    @property
+    def batch(self) -> torch.Size:
+        projections = self.short.batch[:-1]  # without the axis of blocks
+        return broadcast_batch(type(self).__name__, q_and_k=self.qk.batch, projections=projections)
+
+    @property
+    def claims(self) -> frozenset[Claim]:
+        """Entries are >= 0 and rows sum to one when those of F are and do, and every query attends to a key."""
+        if not self.short.f.averages:
+            return frozenset({Claim.CAUSAL})
+        nonempty = self.qk.key_mask is None or bool(self.qk.key_mask[..., 0].all())
+        return frozenset({Claim.CAUSAL, Claim.NONNEGATIVE} | ({Claim.STOCHASTIC} if nonempty else set()))
+
+    @property
+    def blocks(self) -> int:
+        return self.short.k.shape[-3]

@@ -12,6 +12,7 @@ what torch.compile traces, for it bans the overlapping views that the fast one w
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -20,20 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.operators._kernels import autograd_functions
-from headwise.operators._kernels.scores import WIDEST
+from headwise.operators._kernels import autograd_functions, limits
+from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.shapes import filled
-
-NEVER = -1e30
-"""Score of a padded key.  Finite, so that no difference of two of them is NaN; its exponential is exactly zero."""
-
-
-GROUP = 1 << 19
-"""Elements of q or k a thread works on at once, 2 MB of single precision: larger results are new pages from the system;
-measured."""
 
 
 @final
@@ -47,11 +40,11 @@ class Piece:
     rows: Tiles
     columns: Tiles
     first: bool
-    causal: bool = False  # row t of a block sees columns <= t
+    causal: bool = False  # row t of a block attends to columns <= t
     mask: Tensor | None = None  # boolean, one for all blocks
 
     def hidden(self, device: torch.device) -> Tensor | None:
-        """Boolean (size, size), True where a row may not look; None where it may look anywhere."""
+        """Boolean (size, size), True where a row may not attend; None if nothing is hidden."""
         if self.causal:
             seen = torch.ones(self.rows.size, self.columns.size, dtype=torch.bool, device=device)
             return seen.triu_(1)
@@ -71,13 +64,17 @@ class Piece:
 @final
 @dataclass(frozen=True, eq=False)
 class Union:
-    """P = softmax of scale q k^T over the union of the pieces; `keep` (*batch, n) is True at real keys."""
+    """P = softmax of scale q k^T over the union of the pieces; `key_mask` (*batch, n), True = attend."""
 
     q: Tensor
     k: Tensor
     scale: float
     pieces: tuple[Piece, ...]
-    keep: Tensor | None = None
+    key_mask: Tensor | None = None
+
+    @classmethod
+    def of(cls, qk: QueriesKeys, pieces: Iterable[Piece]) -> Union:
+        return cls(qk.q, qk.k, qk.scale, tuple(pieces), qk.key_mask)
 
     @property
     def shape(self) -> torch.Size:
@@ -85,19 +82,21 @@ class Union:
         return torch.Size((*batch, self.q.shape[-2], self.k.shape[-2]))
 
     def apply(self, v: Tensor) -> Tensor:
-        if v.shape[-1] > WIDEST:
-            return torch.cat([self.apply(part) for part in v.split(WIDEST, dim=-1)], dim=-1)
-        q, k, values, batch = self._prepared(v if self.keep is None else v.masked_fill(~self.keep.unsqueeze(-1), 0))
+        if v.shape[-1] > limits.MAX_COLUMNS:
+            return torch.cat([self.apply(part) for part in v.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
+        q, k, values, batch = self._prepared(
+            v if self.key_mask is None else v.masked_fill(~self.key_mask.unsqueeze(-1), 0)
+        )
         q, k, values = _one_width(q, k, values)
         out = autograd_functions.run(Merge(self.scale, self.pieces), q, k, values)[..., : v.shape[-1]]
         return out.unflatten(0, batch).to(v.dtype) if batch else out.squeeze(0).to(v.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        if u.shape[-1] > WIDEST:
-            return torch.cat([self.adjoint(part) for part in u.split(WIDEST, dim=-1)], dim=-1)
+        if u.shape[-1] > limits.MAX_COLUMNS:
+            return torch.cat([self.adjoint(part) for part in u.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
         q, k, rows, batch = self._prepared(u)
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, u))
-        if u.device.type != "cpu" or torch.compiler.is_compiling() or wanted:
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, u))
+        if u.device.type != "cpu" or torch.compiler.is_compiling() or needs_gradient:
             out = plain_adjoint(q, k, rows, self.scale, self.pieces)
         else:
             # the kernel's gradient with respect to values that are zero is P^T u
@@ -105,21 +104,23 @@ class Union:
             merge, zeros = Merge(self.scale, self.pieces), torch.zeros_like(k)
             kept = autograd_functions.Forward.apply(merge, 3, q, k, zeros)
             out = autograd_functions.Pull.apply(merge, 3, rows, q, k, zeros, *kept)[2][..., : u.shape[-1]]
-        if self.keep is not None:
-            out = out.masked_fill(~self.keep.expand(*batch, self.shape[-1]).reshape(out.shape[:-1]).unsqueeze(-1), 0)
+        if self.key_mask is not None:
+            out = out.masked_fill(
+                ~self.key_mask.expand(*batch, self.shape[-1]).reshape(out.shape[:-1]).unsqueeze(-1), 0
+            )
         return out.unflatten(0, batch).to(u.dtype) if batch else out.squeeze(0).to(u.dtype)
 
     def cost(self, d: int) -> Cost:
         *batch, m, _ = self.shape
-        k = self.q.shape[-1] + (self.keep is not None)
-        widths = [max(k, min(WIDEST, d - start)) for start in range(0, d, WIDEST)]
+        k = self.q.shape[-1] + (self.key_mask is not None)
+        widths = [max(k, min(limits.MAX_COLUMNS, d - start)) for start in range(0, d, limits.MAX_COLUMNS)]
         work = sum(piece.multiply_adds(width) for piece in self.pieces for width in widths)
         return Cost(math.prod(batch) * work, math.prod(batch) * m * (max(widths) + 2))
 
-    def silent_rows(self) -> Tensor:
-        """Boolean (*batch, m), True where a query sees no real key."""
+    def empty_rows(self) -> Tensor:
+        """Boolean (*batch, m), True where a query attends to no key."""
         *batch, m, n = self.shape
-        keep = torch.ones(n, device=self.q.device) if self.keep is None else self.keep.float()
+        keep = torch.ones(n, device=self.q.device) if self.key_mask is None else self.key_mask.float()
         seen = keep.new_zeros(*keep.shape[:-1], m)
         for piece in self.pieces:
             hidden = piece.hidden(keep.device)
@@ -130,20 +131,20 @@ class Union:
         return (seen == 0).expand(*batch, m)
 
     def _prepared(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
-        """q, k and x with one batch axis, in at least single precision, padded keys out of sight."""
+        """q, k and x with one batch axis, in at least single precision, masked keys at score limits.HIDDEN."""
         compute = torch.promote_types(x.dtype, torch.float32)  # merged weights are not half-precision numbers
         batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
         q, k, x = (y.to(compute) for y in (self.q, self.k, x))
-        if self.keep is not None:
-            hidden = ~self.keep.unsqueeze(-1)
-            # one more column holds what a padded key adds to its scores: no mask with a head axis is ever formed
+        if self.key_mask is not None:
+            hidden = ~self.key_mask.unsqueeze(-1)
+            # one more column holds what a masked key adds to its scores: no mask with a head axis is ever formed
             k = torch.cat([k.masked_fill(hidden, 0), self._column(k, hidden)], dim=-1)
             q = F.pad(q, (0, 1), value=1.0)
         q, k, x = (y.expand(*batch, *y.shape[-2:]).reshape(-1, *y.shape[-2:]) for y in (q, k, x))
         return q, k, x, batch
 
     def _column(self, k: Tensor, hidden: Tensor) -> Tensor:
-        column = k.new_zeros(()).masked_fill(hidden, NEVER / self.scale)
+        column = k.new_zeros(()).masked_fill(hidden, limits.HIDDEN / self.scale)
         return column.expand(*torch.broadcast_shapes(k.shape[:-1], hidden.shape[:-1]), 1)
 
 
@@ -161,9 +162,9 @@ class BlockOperator(AttentionOperator):
         return self.union.q
 
     def promises(self, *, causal: bool) -> frozenset[Claim]:
-        """STOCHASTIC unless padding leaves some query nothing to see."""
-        silent = self.union.keep is not None and bool(self.union.silent_rows().any())
-        claims = {Claim.NONNEGATIVE} if silent else {Claim.NONNEGATIVE, Claim.STOCHASTIC}
+        """STOCHASTIC unless the key mask leaves some query without keys."""
+        empty = self.union.key_mask is not None and bool(self.union.empty_rows().any())
+        claims = {Claim.NONNEGATIVE} if empty else {Claim.NONNEGATIVE, Claim.STOCHASTIC}
         return frozenset(claims | {Claim.CAUSAL} if causal else claims)
 
     def apply(self, v: Tensor) -> Tensor:
@@ -187,15 +188,15 @@ class Merge:
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v = tensors
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], NEVER)
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], limits.HIDDEN)
         pieces, groups = self._in_turn(q)
         for some in groups:
             self._forward(pieces, *(x[some] for x in (q, k, v, out, lse)))
-        silent = lse < NEVER / 2
+        silent = lse < limits.HIDDEN / 2
         return out.masked_fill_(silent.unsqueeze(-1), 0) if silent.any() else out, lse
 
     def _forward(self, pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor, total: Tensor, lse: Tensor) -> None:
-        """P v into `total`, which is zero, and its log-sum-exp into `lse`, which is NEVER."""
+        """P v into `total`, which is zero, and its log-sum-exp into `lse`, which is limits.HIDDEN."""
         for piece in pieces:
             mask, hidden = _float_mask(piece, q)
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -208,7 +209,7 @@ class Merge:
                 scale=self.scale,
             )
             if hidden is not None:  # the kernel reports 0 for a row without a key, which is a possible sum
-                part_lse = part_lse.masked_fill(hidden.all(-1), NEVER)
+                part_lse = part_lse.masked_fill(hidden.all(-1), limits.HIDDEN)
             there, there_lse = piece.rows.view(total), piece.rows.view(lse.unsqueeze(-1)).squeeze(-1)
             if piece.first:
                 there.copy_(part)
@@ -222,7 +223,7 @@ class Merge:
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, out, lse = tensors
         totals = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        silent = lse < NEVER / 2
+        silent = lse < limits.HIDDEN / 2
         pull = pull.masked_fill(silent.unsqueeze(-1), 0) if silent.any() else pull
         pieces, groups = self._in_turn(q)
         for some in groups:
@@ -258,9 +259,9 @@ class Merge:
                 tiles.add_to(total, part)
 
     def _in_turn(self, q: Tensor) -> tuple[list[Piece], list[slice]]:
-        """Pieces of a few blocks, a few members of the batch: what one leaves behind fits where the last one was."""
+        """Pieces of a few blocks, a few members of the batch: the buffers of one are reused by the next."""
         b, n, c = q.shape
-        room = GROUP * torch.get_num_threads()
+        room = limits.CACHE_ENTRIES * torch.get_num_threads()
         size = max(1, room // (n * c))
         pieces = [run for piece in self.pieces for run in piece.runs(max(1, room // (size * piece.columns.size * c)))]
         return pieces, [slice(start, start + size) for start in range(0, b, size)]
@@ -290,19 +291,19 @@ def plain_adjoint(q: Tensor, k: Tensor, u: Tensor, scale: float, pieces: tuple[P
 
 def _weights(q: Tensor, k: Tensor, scale: float, pieces: tuple[Piece, ...]) -> list[Tensor]:
     """The entries of P in each piece, (b, blocks, size of a row block, size of a column block)."""
-    scores, top = [], q.detach().new_full(q.shape[:-1], NEVER)
+    scores, top = [], q.detach().new_full(q.shape[:-1], limits.HIDDEN)
     for piece in pieces:
         rows = piece.rows.index(q.device)
         s = scale * (q[:, rows] @ k[:, piece.columns.index(q.device)].mT)
         hidden = piece.hidden(q.device)
-        s = s if hidden is None else s.masked_fill(hidden, NEVER)
+        s = s if hidden is None else s.masked_fill(hidden, limits.HIDDEN)
         # P does not depend on the shift, so its derivatives need not know of it
         top = top.index_copy(1, rows.flatten(), torch.maximum(top[:, rows], s.detach().amax(-1)).flatten(1))
         scores.append(s)
     weights, total = [], q.new_zeros(q.shape[:-1])
     for piece, s in zip(pieces, scores, strict=True):
         rows = piece.rows.index(q.device)
-        w = (s - top[:, rows].unsqueeze(-1)).exp().masked_fill(s < NEVER / 2, 0)
+        w = (s - top[:, rows].unsqueeze(-1)).exp().masked_fill(s < limits.HIDDEN / 2, 0)
         total = total.index_add(1, rows.flatten(), w.sum(-1).flatten(1))
         weights.append(w)
     total = total.masked_fill(total == 0, 1).unsqueeze(-1)
@@ -318,6 +319,6 @@ def _float_mask(piece: Piece, like: Tensor) -> tuple[Tensor | None, Tensor | Non
 
 
 def _one_width(*tensors: Tensor) -> list[Tensor]:
-    """Zero columns added until all are as wide as the widest: the kernel knows one width only."""
+    """Zero columns added until all are as wide as the widest: the kernel takes one width only."""
     width = max(x.shape[-1] for x in tensors)
     return [filled(x, (0, width - x.shape[-1])) for x in tensors]

@@ -1,12 +1,12 @@
 """P_ij = exp(s q_i . k_j) / Z_i for j near i, sum_t exp(s q_i . a_t + c_t) exp(s b_t . k_j) / Z_i for all others.
 
-Near are the keys of the query's own block, of the blocks beside it, and the first few; far keys are seen through r
-learned features a, b, c (r x k, r x k, r), and Z_i is one normaliser for both.  exp(q . k) as a short sum of products
-of positive features is Choromanski et al. 2020 (Performer), learned to imitate a head Zhang et al. 2024 (Hedgehog,
-LoLCATs).  Here every key is either near or far, never both, so a head that is local needs nothing from the features
-and one that looks everywhere nothing from the window.  The sums over far keys are running sums over blocks, from the
-left and (unless causal) from the right.  O(n (block + r) (k + d)), no tensor grows with n^2, and nothing learned
-depends on n.  All blocks are one batch of small dense products, which torch differentiates and compiles as they are.
+Near are the keys of the query's own block, of the blocks beside it, and the leading ones; far keys are attended to
+through r learned features a, b, c (r x k, r x k, r), and Z_i is one normaliser for both.  exp(q . k) as a short sum of
+products of positive features is Choromanski et al. 2020 (Performer), learned to imitate a head Zhang et al. 2024
+(Hedgehog, LoLCATs).  Every key is either near or far, never both.  The sums over far keys are running sums over
+blocks, from the left and (unless causal) from the right.  O(n (block + r) (k + d)), no tensor grows with n^2, and
+nothing learned depends on n.  All blocks are one batch of small dense products, which torch differentiates and
+compiles as they are.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.errors import ShapeError
-from headwise.operators._kernels.queries_keys import Pair, pair, self_attention
+from headwise.operators._kernels import limits
+from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
+from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.shapes import all_finite, broadcast_batch, broadcasts_to, same_axis
-
-LOWEST = -1e30
-"""Score of a key that is not there, before the largest of its block is subtracted: finite, so no difference is NaN."""
 
 
 @final
@@ -35,52 +34,55 @@ LOWEST = -1e30
 class NearFar(AttentionOperator):
     """Sums over far keys are taken when P is applied; until then it is q, k and the features."""
 
-    both: Pair
+    qk: QueriesKeys
     a: Tensor  # (*batch, r, k)
     b: Tensor  # (*batch, r, k)
     c: Tensor  # (*batch, r)
     block: int
-    first: int
-    causal: bool
+    leading: int
 
     @property
     def shape(self) -> torch.Size:
         features = torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2], self.c.shape[:-1])
-        return torch.Size((*torch.broadcast_shapes(self.both.batch, features), self.both.n, self.both.n))
+        return torch.Size((*torch.broadcast_shapes(self.qk.batch, features), self.qk.n, self.qk.n))
+
+    @property
+    def causal(self) -> bool:
+        return self.qk.mask.causal
 
     @property
     def blocks(self) -> int:
-        return -(-(self.both.n - self.first) // self.block)
+        return -(-(self.qk.n - self.leading) // self.block)
 
     @property
     def like(self) -> Tensor:
-        return self.both.q
+        return self.qk.q
 
     @property
     def claims(self) -> frozenset[Claim]:
-        keep = self.both.keep
-        # without padding a query sees itself; with it, the first key, which has to be there
-        sees = keep is None or (self.first > 0 and bool(keep[..., 0].all()))
-        promised = {Claim.NONNEGATIVE} | ({Claim.STOCHASTIC} if sees else set())
+        keep = self.qk.key_mask
+        # without a key mask a query attends to itself; with one, to the first key if that is leading and not masked
+        nonempty = keep is None or (self.leading > 0 and bool(keep[..., 0].all()))
+        promised = {Claim.NONNEGATIVE} | ({Claim.STOCHASTIC} if nonempty else set())
         return frozenset(promised | {Claim.CAUSAL} if self.causal else promised)
 
     def apply(self, v: Tensor) -> Tensor:
-        far, x = self._far(), self._real(v).to(torch.promote_types(v.dtype, torch.float32))
-        q, k = self._blocked(self.both.q.to(x.dtype)), self._windows(self.both.k.to(x.dtype), 0.0)
-        near, lse = _near(q, k, self._windows(x, 0.0), self._hidden(), self.both.scale)
+        far, x = self._far(), self.qk.mask.hide(v).to(torch.promote_types(v.dtype, torch.float32))
+        q, k = self._blocked(self.qk.q.to(x.dtype)), self._windows(self.qk.k.to(x.dtype), 0.0)
+        near, lse = _near(q, k, self._windows(x, 0.0), self._hidden(), self.qk.scale)
         out = _merged(near, lse, self._others(far, x.dtype), self._beside(self._means(far, x), x))
-        out = out.flatten(-3, -2)[..., : self.both.n - self.first, :]
-        if not self.first:
+        out = out.flatten(-3, -2)[..., : self.qk.n - self.leading, :]
+        if not self.leading:
             return out.to(v.dtype)
-        ahead = _softmax(self._ahead(x.dtype))
+        ahead = _softmax(self._leading_scores(x.dtype))
         head = ahead @ x[..., : ahead.shape[-1], :]
         batch = torch.broadcast_shapes(out.shape[:-2], head.shape[:-2])
         return torch.cat([y.expand(*batch, *y.shape[-2:]) for y in (head, out)], dim=-2).to(v.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
         far, y = self._far(), u.to(torch.promote_types(u.dtype, torch.float32))
-        q, k = self._blocked(self.both.q.to(y.dtype)), self._windows(self.both.k.to(y.dtype), 0.0)
-        scores = (self.both.scale * (q @ k.mT)).masked_fill(self._hidden(), -math.inf), self._others(far, y.dtype)
+        q, k = self._blocked(self.qk.q.to(y.dtype)), self._windows(self.qk.k.to(y.dtype), 0.0)
+        scores = (self.qk.scale * (q @ k.mT)).masked_fill(self._hidden(), -math.inf), self._others(far, y.dtype)
         batch = torch.broadcast_shapes(*(x.shape[:-1] for x in scores))
         weights = _softmax(torch.cat([x.expand(*batch, x.shape[-1]) for x in scores], dim=-1))
         rows = weights.mT @ self._blocked(y)
@@ -92,19 +94,19 @@ class NearFar(AttentionOperator):
         shapes, pull, *_ = torch.func.vjp(columns, rows.new_zeros(*rows.shape[:-3], *y.shape[-2:]))
         parts = rows[..., :width, :], rows[..., width:, :]
         out = pull(tuple(part.expand(shape.shape) for part, shape in zip(parts, shapes, strict=True)))[0]
-        if self.first:
-            ahead = _softmax(self._ahead(y.dtype)).mT @ y[..., : self.first, :]
+        if self.leading:
+            ahead = _softmax(self._leading_scores(y.dtype)).mT @ y[..., : self.leading, :]
             out = out + F.pad(ahead, (0, 0, 0, out.shape[-2] - ahead.shape[-2]))
-        return self._real(out).to(u.dtype)
+        return self.qk.mask.hide(out).to(u.dtype)
 
     def cost(self, d: int) -> Cost:
         copies, r, k = self.shape[:-2].numel(), self.a.shape[-2], self.a.shape[-1]
-        n, rows = self.both.n, self.blocks * self.block
+        n, rows = self.qk.n, self.blocks * self.block
         features = n * r * k + rows * r * d
-        near = rows * (self._width - r - self.first) * (k + d)
-        others = (r + self.first) * (n * k + rows * d)
-        ahead = self.first * (self.first if self.causal else n) * (k + d)
-        scalars = rows * (r + self._width) + self.blocks * (r + self.first) * d
+        near = rows * (self._width - r - self.leading) * (k + d)
+        others = (r + self.leading) * (n * k + rows * d)
+        ahead = self.leading * (self.leading if self.causal else n) * (k + d)
+        scalars = rows * (r + self._width) + self.blocks * (r + self.leading) * d
         return Cost(features + near + others + ahead, scalars, 4).times(copies)
 
     def adjoint_cost(self, d: int) -> Cost:
@@ -113,75 +115,72 @@ class NearFar(AttentionOperator):
 
     @property
     def _width(self) -> int:
-        """Columns a query sees: its own block and those beside it, the slots, the first keys."""
-        return (2 if self.causal else 3) * self.block + self.a.shape[-2] + self.first
+        """Columns of a query: its own block and those beside it, the slots, the leading keys."""
+        return (2 if self.causal else 3) * self.block + self.a.shape[-2] + self.leading
 
     def _others(self, far: Far, dtype: torch.dtype) -> Tensor:
-        """Scores of slots and first keys: (*batch, blocks, block, r + first)"""
+        """Scores of slots and leading keys: (*batch, blocks, block, r + leading)"""
         masses = (far.masses().to(dtype) + self.c.to(dtype).unsqueeze(-2)).unsqueeze(-1)
-        a, k = self.a.to(dtype), self.both.k[..., : self.first, :].to(dtype)
+        a, k = self.a.to(dtype), self.qk.k[..., : self.leading, :].to(dtype)
         batch = torch.broadcast_shapes(a.shape[:-2], k.shape[:-2])
         keys = torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (a, k)], dim=-2)
-        # one product for all blocks, for they share a and the first keys
+        # one product for all blocks: they share a and the leading keys
         return (
-            self._blocked(self.both.scale * (self.both.q.to(dtype) @ keys.mT))
-            + self._beside(masses, self._seen(dtype)).mT
+            self._blocked(self.qk.scale * (self.qk.q.to(dtype) @ keys.mT))
+            + self._beside(masses, self._visibility(dtype)).mT
         )
 
     def _hidden(self) -> Tensor:
-        """True at keys of the blocks beside that are not there or come later: (*batch, blocks, block or 1, ·)"""
-        device = self.both.q.device
-        there = torch.ones(self.both.n, device=device) if self.both.keep is None else self.both.keep.float()
-        hidden = self._windows(there.unsqueeze(-1), 0.0).mT == 0
+        """True at keys of the near blocks that are masked or come later: (*batch, blocks, block or 1, ·)"""
+        device = self.qk.q.device
+        visible = torch.ones(self.qk.n, device=device) if self.qk.key_mask is None else self.qk.key_mask.float()
+        hidden = self._windows(visible.unsqueeze(-1), 0.0).mT == 0
         if self.causal:
             i, j = torch.arange(self.block, device=device)[:, None], torch.arange(2 * self.block, device=device)
             hidden = hidden | (j > i + self.block)
         return hidden
 
-    def _ahead(self, dtype: torch.dtype) -> Tensor:
-        """Scores of the first queries: (*batch, first, n), or of the first keys alone."""
-        q, k = self.both.q[..., : self.first, :].to(dtype), self.both.k.to(dtype)
-        columns = self.first if self.causal else self.both.n
-        scores = self.both.scale * (q @ k[..., :columns, :].mT) + self._seen(dtype)[..., :columns, :].mT
+    def _leading_scores(self, dtype: torch.dtype) -> Tensor:
+        """Scores of the leading queries: (*batch, leading, n), causal (*batch, leading, leading)."""
+        q, k = self.qk.q[..., : self.leading, :].to(dtype), self.qk.k.to(dtype)
+        columns = self.leading if self.causal else self.qk.n
+        scores = self.qk.scale * (q @ k[..., :columns, :].mT) + self._visibility(dtype)[..., :columns, :].mT
         if not self.causal:
             return scores
         return scores.masked_fill(torch.ones(columns, columns, dtype=torch.bool, device=q.device).triu(1), -math.inf)
 
-    def _seen(self, dtype: torch.dtype) -> Tensor:
-        """0 at keys that are there and -inf at others: (*batch, n, 1)"""
-        zeros = torch.zeros(self.both.n, dtype=dtype, device=self.both.q.device)
-        return (zeros if self.both.keep is None else zeros.masked_fill(~self.both.keep, -math.inf)).unsqueeze(-1)
+    def _visibility(self, dtype: torch.dtype) -> Tensor:
+        """0 at visible keys and -inf at masked ones: (*batch, n, 1)"""
+        zeros = torch.zeros(self.qk.n, dtype=dtype, device=self.qk.q.device)
+        return (zeros if self.qk.key_mask is None else zeros.masked_fill(~self.qk.key_mask, -math.inf)).unsqueeze(-1)
 
     def _beside(self, slots: Tensor, x: Tensor) -> Tensor:
-        """slots (*batch, blocks or 1, r, c), and the first rows of x (*batch, n, c): (*batch, blocks, r + first, c)"""
-        parts = [slots, x[..., None, : self.first, :]]
+        """slots (*batch, blocks or 1, r, c) and leading rows of x (*batch, n, c): (*batch, blocks, r + leading, c)"""
+        parts = [slots, x[..., None, : self.leading, :]]
         batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))
         return torch.cat([y.expand(*batch, self.blocks, *y.shape[-2:]) for y in parts], dim=-2)
 
     def _windows(self, x: Tensor, fill: float) -> Tensor:
         """(*batch, n, c) -> (*batch, blocks, 2 or 3 times block, c): each block with those beside it."""
         after = 0 if self.causal else self.block
-        x = x[..., self.first :, :]
+        x = x[..., self.leading :, :]
         short = self.blocks * self.block - x.shape[-2]
         x = F.pad(x, (0, 0, self.block, short + after), value=fill)
         return x.unfold(-2, 2 * self.block + after, self.block).mT
 
     def _blocked(self, x: Tensor) -> Tensor:
-        """(*batch, n, c) -> (*batch, blocks, block, c), without the first rows, zeros at the end."""
-        x = x[..., self.first :, :]
+        """(*batch, n, c) -> (*batch, blocks, block, c), without the leading rows, zeros at the end."""
+        x = x[..., self.leading :, :]
         return F.pad(x, (0, 0, 0, self.blocks * self.block - x.shape[-2])).unflatten(-2, (self.blocks, self.block))
 
-    def _real(self, x: Tensor) -> Tensor:
-        return x if self.both.keep is None else x.masked_fill(~self.both.keep.unsqueeze(-1), 0)
-
     def _far(self) -> Far:
-        dtype = torch.promote_types(self.both.k.dtype, torch.float32)
-        scores = self._blocked(self.both.scale * (self.both.k.to(dtype) @ self.b.to(dtype).mT))
-        keep = self.both.keep
-        there = torch.ones(self.both.n, 1, dtype=torch.bool, device=scores.device)
+        dtype = torch.promote_types(self.qk.k.dtype, torch.float32)
+        scores = self._blocked(self.qk.scale * (self.qk.k.to(dtype) @ self.b.to(dtype).mT))
+        keep = self.qk.key_mask
+        there = torch.ones(self.qk.n, 1, dtype=torch.bool, device=scores.device)
         hidden = ~self._blocked(there if keep is None else keep.unsqueeze(-1))
-        scores = scores.masked_fill(hidden, LOWEST)
-        # every block has a shift of its own, so that what is small beside others' is not lost
+        scores = scores.masked_fill(hidden, limits.HIDDEN)
+        # every block has its own shift, so that small sums beside large ones are not lost
         tops = scores.detach().amax(-2, keepdim=True)
         top = tops.amax(-3, keepdim=True)
         weights, share = (scores - tops).exp().masked_fill(hidden, 0), (tops - top).to(_range(tops, top)).exp()
@@ -215,12 +214,12 @@ class Far:
 
 
 def _range(tops: Tensor, top: Tensor) -> torch.dtype:
-    """What sums over blocks are taken in: double precision where single would lose whole blocks, or cannot be asked."""
+    """The dtype of sums over blocks: double where single would lose whole blocks or values cannot be read."""
     if not _plain():
         return torch.float64
-    there = tops > LOWEST / 2
+    there = tops > limits.HIDDEN / 2
     spread = torch.where(there, top - tops, 0).amax()
-    return tops.dtype if spread.item() < 60 else torch.float64
+    return tops.dtype if spread.item() < limits.FLOAT32_RANGE else torch.float64
 
 
 def _elsewhere(x: Tensor, causal: bool) -> Tensor:
@@ -235,18 +234,18 @@ def _elsewhere(x: Tensor, causal: bool) -> Tensor:
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    """Over the last axis; a row that sees nothing is zero, and so are its gradients."""
+    """Over the last axis; an empty row is zero, and so are its gradients."""
     nothing = (scores == -math.inf).all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(nothing, 0), dim=-1).masked_fill(nothing, 0)
 
 
 def _near(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v over the last two axes and its log-sum-exp (..., rows, 1); -inf where nothing is seen.
+    """softmax(scale q k^T) v over the last two axes and its log-sum-exp (..., rows, 1); -inf where all keys are hidden.
 
-    The fused kernel reads overlapping windows where they lie; products and a softmax where gradients are wanted.
+    The fused kernel reads overlapping windows where they lie; products and a softmax where gradients are needed.
     """
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if wanted or q.device.type != "cpu" or v.shape[-1] != q.shape[-1] or not _plain():
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if needs_gradient or q.device.type != "cpu" or v.shape[-1] != q.shape[-1] or not _plain():
         scores = (scale * (q @ k.mT)).masked_fill(hidden, -math.inf)
         nothing = (scores == -math.inf).all(-1, keepdim=True)
         lse = scores.masked_fill(nothing, 0).logsumexp(-1, keepdim=True).masked_fill(nothing, -math.inf)
@@ -261,7 +260,7 @@ def _near(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tupl
 
 
 def _plain() -> bool:
-    """Not inside vmap or a traced graph, which the kernel's own operator does not know."""
+    """Not inside vmap or a traced graph, which do not know the kernel."""
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
@@ -274,6 +273,7 @@ def _merged(near: Tensor, lse: Tensor, scores: Tensor, v: Tensor) -> Tensor:
     return (near * own + others @ v) / total.masked_fill(total == 0, 1)
 
 
+@supports(CAUSAL, KEY_MASK)
 def near_far(
     q: Tensor,
     k: Tensor,
@@ -282,7 +282,7 @@ def near_far(
     c: Tensor,
     *,
     block: int,
-    first: int = 0,
+    leading: int = 0,
     scale: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
@@ -290,22 +290,22 @@ def near_far(
     """Keys of the query's block and of those beside it (causal: before it) one by one, the others through r features.
 
     a, b     (*batch, r, k): query and key sides of the features; c (*batch, r) their log weights
-    first    so many first keys are near to every query, and as queries they see every key (causal: those before them)
-    key_mask  boolean (*batch, n), True at real keys; where padding follows, real rows equal the shorter sequence's
+    leading   so many first keys are near to every query; as queries they attend to every key (causal: before them)
+    key_mask  boolean (*batch, n), True = attend; with padding at the end, real rows equal the shorter sequence's
 
-    >>> q, a = torch.zeros(12, 2), torch.zeros(1, 2)  # scores are alike, and one feature with a = b = 0 is exact
+    >>> q, a = torch.zeros(12, 2), torch.zeros(1, 2)  # scores are equal, and one feature with a = b = 0 is exact
     >>> near_far(q, q, a, a, torch.zeros(1), block=2).dense()[0, [0, 11]]
     tensor([0.0833, 0.0833])
     """
-    both = pair("NearFar", q, k, scale=scale, key_mask=key_mask)
-    n = self_attention("NearFar", both, "softmax")
+    qk = QueriesKeys.checked("NearFar", q, k, scale=scale, causal=causal, key_mask=key_mask)
+    n = qk.require_square("NearFar", "softmax")
     if block < 1:
-        raise ShapeError(f"NearFar: block must be at least 1 (a query sees itself), but is {block}")
-    if not 0 <= first < n:
-        raise ShapeError(f"NearFar: first must be between 0 and n - 1 = {n - 1}, but is {first}")
+        raise ShapeError(f"NearFar: block must be at least 1 (a query attends to itself), but is {block}")
+    if not 0 <= leading < n:
+        raise ShapeError(f"NearFar: leading must be between 0 and n - 1 = {n - 1}, but is {leading}")
     same_axis("NearFar", "k", q=q.shape[-1], a=a.shape[-1], b=b.shape[-1])
     r = same_axis("NearFar", "r", a=a.shape[-2], b=b.shape[-2], c=c.shape[-1])
-    broadcast_batch("NearFar", q=both.batch, a=a.shape[:-2], b=b.shape[:-2], c=c.shape[:-1])
-    broadcasts_to("NearFar", "a", a, (*both.batch, r, a.shape[-1]))
+    broadcast_batch("NearFar", q=qk.batch, a=a.shape[:-2], b=b.shape[:-2], c=c.shape[:-1])
+    broadcasts_to("NearFar", "a", a, (*qk.batch, r, a.shape[-1]))
     all_finite("NearFar", a=a, b=b, c=c)
-    return NearFar(both, a, b, c, block, first, causal)
+    return NearFar(qk, a, b, c, block, leading)

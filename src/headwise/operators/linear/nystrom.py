@@ -1,7 +1,7 @@
 """P = softmax(s Q K~^T) Z softmax(s Q~ K^T), Z ~ softmax(s Q~ K~^T)^+, with Q~, K~ the means of segments: landmarks.
 
 Nystromformer, Xiong et al. 2021 (arXiv:2102.03902).  Z comes from six steps of a third-order iteration for the
-pseudo-inverse, Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4 (Razavi et al. 2014), as in the source: products only,
+pseudo-inverse, Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4 (Razavi et al. 2014), as in the paper: products only,
 so it has gradients where an SVD has none.  O(n r (k + d) + r^3).  Entries of P may be negative, and rows sum to one
 only as far as the iteration has converged: nothing is claimed.
 """
@@ -15,33 +15,26 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.errors import ShapeError, UnsupportedError
-from headwise.operators._kernels.queries_keys import Pair, pair
+from headwise.errors import ShapeError
+from headwise.operators._kernels import limits
+from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators._kernels.scores import Scores
-from headwise.operators.base import AttentionOperator
 from headwise.operators.linear.projections import pooling
+from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
 from headwise.operators.softmax import Softmax
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Nystrom(AttentionOperator):
-    """Queries attend to landmark keys, landmark queries to keys, and Z mends between the two."""
+class Nystrom(QueryKeyOperator):
+    """Queries attend to landmark keys and landmark queries to keys; Z connects the two."""
 
-    both: Pair
+    qk: QueriesKeys
     landmark_q: Tensor
     landmark_k: Tensor
     filled_q: Tensor | None  # (*batch, r), False where a landmark has no real position
     filled_k: Tensor | None
     iterations: int
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.both.batch, self.both.m, self.both.n))
-
-    @property
-    def like(self) -> Tensor:
-        return self.both.q
 
     def apply(self, v: Tensor) -> Tensor:
         compute = torch.promote_types(v.dtype, torch.float32)  # a pseudo-inverse is not a half-precision matrix
@@ -54,40 +47,40 @@ class Nystrom(AttentionOperator):
         return right.adjoint(self._between(compute).mT @ left.adjoint(u.to(compute))).to(u.dtype)
 
     def cost(self, d: int) -> Cost:
-        left, right = self._sides(self.both.q.dtype)
+        left, right = self._sides(self.qk.q.dtype)
         return self._copied(left, left.cost(d)) + self._between_cost(d) + self._copied(right, right.cost(d))
 
     def adjoint_cost(self, d: int) -> Cost:
-        left, right = self._sides(self.both.q.dtype)
+        left, right = self._sides(self.qk.q.dtype)
         ends = self._copied(left, left.adjoint_cost(d)) + self._copied(right, right.adjoint_cost(d))
         return ends + self._between_cost(d)
 
     def _copied(self, side: Softmax, cost: Cost) -> Cost:
-        return cost.times(self.both.batch.numel() // side.shape[:-2].numel())
+        return cost.times(self.qk.batch.numel() // side.shape[:-2].numel())
 
     def _between_cost(self, d: int) -> Cost:
         rows, columns = self.landmark_q.shape[-2], self.landmark_k.shape[-2]
         inverse = self.iterations * 2 * rows * rows * (rows + columns)
-        work = rows * columns * self.both.q.shape[-1] + inverse + rows * columns * d
-        return Cost(work, 3 * rows * rows, 4 * self.iterations).times(self.both.batch.numel())
+        work = rows * columns * self.qk.q.shape[-1] + inverse + rows * columns * d
+        return Cost(work, 3 * rows * rows, 4 * self.iterations).times(self.qk.batch.numel())
 
     def _sides(self, dtype: torch.dtype) -> tuple[Softmax, Softmax]:
         """softmax(s Q K~^T) (m x r) and softmax(s Q~ K^T) (r x n)."""
-        q, k, near_q, near_k = (x.to(dtype) for x in (self.both.q, self.both.k, self.landmark_q, self.landmark_k))
-        columns = None if self.filled_k is None else self.filled_k.unsqueeze(-2)
-        real = None if self.both.keep is None else self.both.keep.unsqueeze(-2)
-        if real is not None and self.filled_q is not None:
-            real = real & self.filled_q.unsqueeze(-1)
-        left = Softmax(Scores(q, near_k, self.both.scale, keep=columns))
-        return left, Softmax(Scores(near_q, k, self.both.scale, keep=real))
+        q, k, near_q, near_k = (x.to(dtype) for x in (self.qk.q, self.qk.k, self.landmark_q, self.landmark_k))
+        rows, columns = near_q.shape[-2], near_k.shape[-2]
+        # landmarks without positions are masked as keys on the left and as queries on the right
+        queries = None if self.filled_q is None else self.filled_q.unsqueeze(-1)
+        left = Scores(q, near_k, self.qk.scale, Mask(self.qk.m, columns, key_mask=self.filled_k))
+        right = Scores(near_q, k, self.qk.scale, Mask(rows, self.qk.n, False, self.qk.key_mask, queries))
+        return Softmax(left), Softmax(right)
 
     def _between(self, dtype: torch.dtype) -> Tensor:
         """Z (*batch, r, r)"""
-        scores = self.both.scale * (self.landmark_q.to(dtype) @ self.landmark_k.to(dtype).mT)
+        scores = self.qk.scale * (self.landmark_q.to(dtype) @ self.landmark_k.to(dtype).mT)
         if self.filled_k is not None:
-            scores = scores.masked_fill(~self.filled_k.unsqueeze(-2), -1e30)
+            scores = scores.masked_fill(~self.filled_k.unsqueeze(-2), limits.HIDDEN)
         a = torch.softmax(scores, dim=-1)
-        if self.filled_k is not None:  # a missing landmark is a row or a column of zeros, and stays one in Z
+        if self.filled_k is not None:  # an empty landmark is a row or a column of zeros, and stays one in Z
             a = a.masked_fill(~self.filled_k.unsqueeze(-2), 0)
         if self.filled_q is not None:
             a = a.masked_fill(~self.filled_q.unsqueeze(-1), 0)
@@ -100,6 +93,7 @@ class Nystrom(AttentionOperator):
         return z
 
 
+@supports(KEY_MASK, instead={CAUSAL: "projected_blocks, efficient or window"})
 def nystrom(
     q: Tensor,
     k: Tensor,
@@ -107,36 +101,31 @@ def nystrom(
     *,
     iterations: int = 6,
     scale: float | None = None,
-    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Nystrom:
     """Attention through about `landmarks` means of ceil(n / landmarks) consecutive positions each.
 
-    `key_mask` (*batch, n), True at real keys (and, with as many queries as keys, at real queries): means are over real
-    positions, empty landmarks are left out.  Real rows equal those of a shorter sequence with segments as long; the
-    number of landmarks sets their length, so ask for proportionally fewer of the shorter one.
+    There is no causal form: a landmark is a mean over positions, and Z mixes all landmarks.
+    `key_mask` (*batch, n), True = attend (and, with as many queries as keys, real queries): means are over real
+    positions, empty landmarks are left out.  Real rows equal those of a shorter sequence with segments of the same
+    length, that is with proportionally fewer landmarks.
     """
-    if causal:
-        raise UnsupportedError(
-            "Nystrom: a landmark is a mean over positions and Z mixes all landmarks, so there is no causal form; use "
-            "projected_blocks, efficient with causal=True, or window"
-        )
-    both = pair("Nystrom", q, k, scale=scale, key_mask=key_mask)
-    if not 1 <= landmarks <= both.n:
-        raise ShapeError(f"Nystrom: landmarks must be between 1 and n = {both.n}, but is {landmarks}; use softmax")
+    qk = QueriesKeys.checked("Nystrom", q, k, scale=scale, key_mask=key_mask)
+    if not 1 <= landmarks <= qk.n:
+        raise ShapeError(f"Nystrom: landmarks must be between 1 and n = {qk.n}, but is {landmarks}; use softmax")
     if iterations < 1:
         raise ShapeError(f"Nystrom: iterations must be at least 1, but is {iterations}")
-    keep_q = both.keep if both.m == both.n else None
-    near_q, filled_q = _means(both.q, landmarks, keep_q)
-    near_k, filled_k = _means(both.k, landmarks, both.keep)
-    return Nystrom(both, near_q, near_k, filled_q, filled_k, iterations)
+    mask_q = qk.key_mask if qk.m == qk.n else None
+    near_q, filled_q = _means(qk.q, landmarks, mask_q)
+    near_k, filled_k = _means(qk.k, landmarks, qk.key_mask)
+    return Nystrom(qk, near_q, near_k, filled_q, filled_k, iterations)
 
 
-def _means(x: Tensor, landmarks: int, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _means(x: Tensor, landmarks: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     segments = pooling(x.shape[-2], -(-x.shape[-2] // landmarks))
     compute = torch.promote_types(x.dtype, torch.float32)
-    if keep is None:
+    if key_mask is None:
         return segments.apply(x.to(compute)).to(x.dtype), None
-    means = segments.apply(x.to(compute).masked_fill(~keep.unsqueeze(-1), 0))
-    means = means / segments.counts(keep).unsqueeze(-1).to(compute)
-    return means.to(x.dtype), segments.support(keep)
+    means = segments.apply(x.to(compute).masked_fill(~key_mask.unsqueeze(-1), 0))
+    means = means / segments.counts(key_mask).unsqueeze(-1).to(compute)
+    return means.to(x.dtype), segments.support(key_mask)

@@ -2,6 +2,13 @@
 
 Linformer, Wang et al. 2020 (arXiv:2006.04768): E and F learned, shared by heads, by layers, or by keys and values.
 O(n r (k + d)): linear in n for a fixed r.  Rows of P sum to one when those of F do.
+
+The causal form (`projected_blocks`) shortens blocks of b positions by E and F in R^(r x b):
+
+    P_i = softmax over [ s q_i . k_j (j <= i, own block) ; s q_i . (E k_t) (earlier blocks t) ], slots to values by F
+
+A projection over the whole sequence would let a query attend to later positions; in blocks none does.
+O(n (b + r n / b) (k + d)): O(n^1.5) for blocks of sqrt(n r).
 """
 
 from __future__ import annotations
@@ -13,65 +20,93 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.errors import UnsupportedError
-from headwise.operators._kernels.queries_keys import Pair, pair
+from headwise.operators._kernels.prefix_sums import blocked
+from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.scores import Scores
-from headwise.operators._kernels.slots import Shortened, shortened
-from headwise.operators.base import AttentionOperator
-from headwise.operators.claims import Claim
+from headwise.operators._kernels.slots import BlockSlotOperator, Shortened, SlotOperator, shorten, shorten_blocks
+from headwise.operators._kernels.sparse_blocks import Union
 from headwise.operators.linear.projections import Projection
+from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
 from headwise.operators.softmax import Softmax
-from headwise.shapes import broadcast_batch
+from headwise.operators.sparse.fixed import own_blocks, summary_pieces
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Projected(AttentionOperator):
-    """Exact attention to r slots instead of n keys."""
+class Projected(SlotOperator):
+    """Softmax attention to r slots instead of n keys."""
 
-    both: Pair
+    qk: QueriesKeys
     short: Shortened
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.batch, self.both.m, self.both.n))
-
-    @property
-    def batch(self) -> torch.Size:
-        return broadcast_batch("Projected", q_and_k=self.both.batch, projections=self.short.batch)
-
-    @property
-    def like(self) -> Tensor:
-        return self.both.q
-
-    @property
-    def claims(self) -> frozenset[Claim]:
-        return self.short.claims
 
     def apply(self, v: Tensor) -> Tensor:
         return self._slots().apply(self.short.values(v))
 
     def adjoint(self, u: Tensor) -> Tensor:
-        u = u.expand(*broadcast_batch("Projected", operator=self.batch, u=u.shape[:-2]), *u.shape[-2:])
-        return self.short.adjoint(self._slots().adjoint(u))
+        return self.short.adjoint(self._slots().adjoint(self._expand(u)))
 
     def cost(self, d: int) -> Cost:
-        copies = self.batch.numel()
-        attention = self._slots().cost(d).times(copies // self._slots().shape[:-2].numel())
-        return Cost(self.short.multiply_adds(d, copies), copies * self.short.e.slots * d) + attention
+        return self._cost(self.short.multiply_adds(d, self.batch.numel()), self._slots().cost(d), d)
 
     def adjoint_cost(self, d: int) -> Cost:
+        return self._cost(self.short.adjoint_multiply_adds(d, self.batch.numel()), self._slots().adjoint_cost(d), d)
+
+    def _cost(self, shortening: int, attention: Cost, d: int) -> Cost:
         copies = self.batch.numel()
-        attention = self._slots().adjoint_cost(d).times(copies // self._slots().shape[:-2].numel())
-        return Cost(self.short.adjoint_multiply_adds(d, copies), copies * self.short.e.slots * d) + attention
+        attention = attention.times(copies // self._slots().shape[:-2].numel())
+        return Cost(shortening, copies * self.short.e.slots * d) + attention
 
     def _slots(self) -> Softmax:
         """Attention of the queries to the slots."""
-        filled = self.short.filled
-        keep = None if filled is None else filled.unsqueeze(-2)
-        return Softmax(Scores(self.both.q, self.short.keys(), self.both.scale, keep=keep))
+        mask = Mask(self.qk.m, self.short.e.slots, key_mask=self.short.filled)
+        return Softmax(Scores(self.qk.q, self.short.keys(), self.qk.scale, mask))
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class ProjectedBlocks(BlockSlotOperator):
+    """One softmax over exact keys and slots: the slots are keys n + 1, n + 2, ... of a longer sequence."""
+
+    qk: QueriesKeys
+    short: Shortened
+
+    def apply(self, v: Tensor) -> Tensor:
+        return self._union().apply(_append_slots(v, self.short.values(blocked(v, self.short.e.length))))
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        keys, slots = self._union().adjoint(self._expand(u)).split([self.qk.n, self._slots], dim=-2)
+        slots = self.short.adjoint(slots.unflatten(-2, (-1, self.short.e.slots)))
+        return keys + slots.flatten(-3, -2)[..., : self.qk.n, :]
+
+    def cost(self, d: int) -> Cost:
+        return self._cost(d, self.short.multiply_adds(d, self.batch.numel() * self.blocks))
+
+    def adjoint_cost(self, d: int) -> Cost:
+        return self._cost(d, self.short.adjoint_multiply_adds(d, self.batch.numel() * self.blocks))
+
+    def _cost(self, d: int, shortening: int) -> Cost:
+        union = self._union()
+        copies = self.batch.numel() // union.shape[:-2].numel()
+        return union.cost(d).times(copies) + Cost(shortening, self.batch.numel() * self._slots * d)
+
+    @property
+    def _slots(self) -> int:
+        return self.blocks * self.short.e.slots
+
+    def _union(self) -> Union:
+        qk, block, r = self.qk, self.short.e.length, self.short.e.slots
+        key_mask, filled = qk.key_mask, self.short.filled
+        if filled is not None:
+            key_mask = torch.ones(qk.n, dtype=torch.bool, device=qk.k.device) if key_mask is None else key_mask
+            filled = filled.flatten(-2)
+            batch = torch.broadcast_shapes(key_mask.shape[:-1], filled.shape[:-1])
+            key_mask = torch.cat([x.expand(*batch, -1) for x in (key_mask, filled)], dim=-1)
+        later = summary_pieces(qk.n, block, r, True, qk.q.device, first=False, keys=qk.n)
+        pieces = (*own_blocks(qk.n, block, True), *later)
+        return Union(qk.q, _append_slots(qk.k, self.short.keys()), qk.scale, pieces, key_mask)
+
+
+@supports(KEY_MASK, instead={CAUSAL: "projected_blocks, which projects earlier blocks only"})
 def projected(
     q: Tensor,
     k: Tensor,
@@ -79,18 +114,38 @@ def projected(
     f: Projection | None = None,
     *,
     scale: float | None = None,
-    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Projected:
     """P = softmax_slots(scale q (e k)^T) f, with f = e unless given (shared by keys and values).
 
-    A learned projection is `dense(matrix)`; (h, r, n) is one for each head.  `key_mask` (*batch, n), True at real keys,
-    as in `factored`: real rows equal those of the shorter sequence under the same columns of e and f (not `Hadamard`).
+    A learned projection is `dense(matrix)`; (h, r, n) is one for each head.  `key_mask` (*batch, n), True = attend, as
+    in `factored`: real rows equal those of the shorter sequence under the same columns of e and f (not `Hadamard`).
     """
-    if causal:
-        raise UnsupportedError(
-            "Projected: a projection mixes positions, so a query would see later ones; use projected_blocks, whose "
-            "queries see the keys of their own block exactly and projections of earlier blocks only"
-        )
-    both = pair("Projected", q, k, scale=scale, key_mask=key_mask)
-    return Projected(both, shortened("Projected", both, e, f))
+    qk = QueriesKeys.checked("Projected", q, k, scale=scale, key_mask=key_mask)
+    return Projected(qk, shorten("Projected", qk, e, f))
+
+
+@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "projected"})
+def projected_blocks(
+    q: Tensor,
+    k: Tensor,
+    e: Projection,
+    f: Projection | None = None,
+    *,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+) -> ProjectedBlocks:
+    """Causal `projected`: e and f (e unless given) shorten earlier blocks of e.length positions.
+
+    `key_mask` (*batch, n), True = attend; with padding at the end, real rows equal those of the shorter sequence.
+    """
+    qk = QueriesKeys.checked("ProjectedBlocks", q, k, scale=scale, key_mask=key_mask)
+    qk.require_square("ProjectedBlocks", "window, or softmax, for new queries against a cache")
+    return ProjectedBlocks(qk, shorten_blocks("ProjectedBlocks", qk, e, f))
+
+
+def _append_slots(x: Tensor, slots: Tensor) -> Tensor:
+    """(*batch, n, c) and (*batch, t, r, c) as one sequence of n + t r."""
+    slots = slots.flatten(-3, -2)
+    batch = torch.broadcast_shapes(x.shape[:-2], slots.shape[:-2])
+    return torch.cat([y.expand(*batch, *y.shape[-2:]) for y in (x, slots)], dim=-2)

@@ -1,8 +1,8 @@
 """P_ij = [exp(s q_i . k_j) near i + sum_t exp(s q_i . (E k)_t + b_t) F_tj] / Z_i: near keys one by one, the others in r
 slots, and one normaliser Z for both.
 
-A window with a low-rank rest under one softmax, so that a head which now looks near and now far needs no weight between
-the two: the slots of Linformer (Wang et al. 2020) stand beside the keys of a band (Beltagy et al. 2020) as r more keys.
+A window and a low-rank rest under one softmax, so that a head needs no weight between near and far: the slots of
+Linformer (Wang et al. 2020) are r more keys beside those of a band (Beltagy et al. 2020).
 A slot that stands for c keys has a bias b = log c.  O(n (width + r) (k + d)).  Not causal: a slot mixes positions.
 """
 
@@ -17,34 +17,25 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.operators._kernels.queries_keys import Pair, pair
-from headwise.operators._kernels.slots import Shortened, shortened
-from headwise.operators.base import AttentionOperator
+from headwise.operators._kernels.queries_keys import QueriesKeys
+from headwise.operators._kernels.slots import Shortened, SlotOperator, shorten
 from headwise.operators.claims import Claim
 from headwise.operators.linear.projections import Projection
+from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.operators.sparse.window import Window, window
 from headwise.shapes import all_finite, broadcast_batch, broadcasts_to
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class WindowLowRank(AttentionOperator):
-    """P = W [F; I], W a window over the slots and the keys in one row, whose slots every query sees."""
+class WindowLowRank(SlotOperator):
+    """P = W [F; I], W a window over the slots and the keys in one row, in which every query attends to all slots."""
 
-    both: Pair
+    qk: QueriesKeys
     short: Shortened
-    bias: Tensor | None  # (*batch, r)
+    slot_bias: Tensor | None  # (*batch, r)
     width: int
-    tokens: int
-
-    @property
-    def shape(self) -> torch.Size:
-        batch = broadcast_batch("WindowLowRank", q_and_k=self.both.batch, projections=self.short.batch)
-        return torch.Size((*batch, self.both.m, self.both.n))
-
-    @property
-    def like(self) -> Tensor:
-        return self.both.q
+    leading: int
 
     @property
     def claims(self) -> frozenset[Claim]:
@@ -73,56 +64,52 @@ class WindowLowRank(AttentionOperator):
 
     def _inner(self) -> Window:
         """W (*batch, m, r + n): one more column of q and k adds the bias to a slot's scores and nothing to a key's."""
-        slots, r, scale = self.short.keys(), self.short.e.slots, self.both.scale
-        column = slots.new_zeros(r) if self.bias is None else self.bias.to(slots.dtype) / scale
+        slots, r, scale = self.short.keys(), self.short.e.slots, self.qk.scale
+        column = slots.new_zeros(r) if self.slot_bias is None else self.slot_bias.to(slots.dtype) / scale
         batch = torch.broadcast_shapes(self.shape[:-2], column.shape[:-1])
         slots = slots.expand(*batch, *slots.shape[-2:])
         slots = torch.cat([slots, column.expand(*batch, r).unsqueeze(-1)], dim=-1)
-        keys = F.pad(self.both.k, (0, 1))
+        keys = F.pad(self.qk.k, (0, 1))
         keys = torch.cat([slots, keys.expand(*batch, *keys.shape[-2:])], dim=-2)
-        seen = None
-        if self.both.keep is not None and self.short.filled is not None:
-            seen = torch.cat([x.expand(*batch, x.shape[-1]) for x in (self.short.filled, self.both.keep)], dim=-1)
-        queries = F.pad(self.both.q, (0, 1), value=1.0)
-        return window(queries, keys, self.width, tokens=r + self.tokens, scale=scale, key_mask=seen)
+        key_mask = None
+        if self.qk.key_mask is not None and self.short.filled is not None:
+            key_mask = torch.cat([x.expand(*batch, x.shape[-1]) for x in (self.short.filled, self.qk.key_mask)], dim=-1)
+        queries = F.pad(self.qk.q, (0, 1), value=1.0)
+        return window(queries, keys, self.width, leading=r + self.leading, scale=scale, key_mask=key_mask)
 
 
+@supports(KEY_MASK, instead={CAUSAL: "window, projected_blocks or near_far"})
 def window_low_rank(
     q: Tensor,
     k: Tensor,
     width: int,
     e: Projection,
     f: Projection | None = None,
-    bias: Tensor | None = None,
+    slot_bias: Tensor | None = None,
     *,
-    tokens: int = 0,
+    leading: int = 0,
     scale: float | None = None,
-    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> WindowLowRank:
-    """Each query sees `width` keys about itself and the first `tokens`, as in `window`, and all r slots of e and f.
+    """Each query attends to `width` keys about itself, the first `leading` keys, and all r slots of e and f.
 
-    bias     added to the scores of the slots, (*batch, r); -inf is not allowed, a large negative number shuts a slot
-    key_mask  boolean (*batch, n), True at real keys, as in `window` and `projected`; empty slots are not seen
+    slot_bias  added to the scores of the slots, (*batch, r); finite: a large negative number closes a slot
+    key_mask   boolean (*batch, n), True = attend, as in `window` and `projected`; empty slots are masked
     """
-    if causal:
-        raise UnsupportedError(
-            "WindowLowRank: a slot mixes positions, so a query would see later ones; use window, or projected_blocks"
-        )
-    both = pair("WindowLowRank", q, k, scale=scale, key_mask=key_mask)
-    short = shortened("WindowLowRank", both, e, f)
-    if width < 1 or not 0 <= tokens <= both.n:
+    qk = QueriesKeys.checked("WindowLowRank", q, k, scale=scale, key_mask=key_mask)
+    short = shorten("WindowLowRank", qk, e, f)
+    if width < 1 or not 0 <= leading <= qk.n:
         raise ShapeError(
-            f"WindowLowRank: width must be at least 1 and tokens between 0 and n = {both.n}, but they are {width} and "
-            f"{tokens}"
+            f"WindowLowRank: width must be at least 1 and leading between 0 and n = {qk.n}, but they are {width} and "
+            f"{leading}"
         )
-    if both.m > both.n:
+    if qk.m > qk.n:
         raise UnsupportedError(
-            f"WindowLowRank: the last query sits at the last key, so m = {both.m} queries need at least as many keys, "
-            f"but n has {both.n}; use projected"
+            f"WindowLowRank: the last query sits at the last key, so m = {qk.m} queries need at least as many keys, "
+            f"but n has {qk.n}; use projected"
         )
-    if bias is not None:
-        all_finite("WindowLowRank", bias=bias)
-        batch = broadcast_batch("WindowLowRank", q_and_k=both.batch, projections=short.batch)
-        broadcasts_to("WindowLowRank", "bias", bias, (*batch, e.slots))
-    return WindowLowRank(both, short, bias, width, tokens)
+    if slot_bias is not None:
+        all_finite("WindowLowRank", slot_bias=slot_bias)
+        batch = broadcast_batch("WindowLowRank", q_and_k=qk.batch, projections=short.batch)
+        broadcasts_to("WindowLowRank", "slot_bias", slot_bias, (*batch, e.slots))
+    return WindowLowRank(qk, short, slot_bias, width, leading)

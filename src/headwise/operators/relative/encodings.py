@@ -4,7 +4,7 @@
     relative   S_qk = a_q.c_k + a_q.r_d + u.c_k + v.r_d,  a = x W_q, c = x W_k, r_d = e_d W~_k, d = k - q
                                                                                         (Dai et al. 2019)
 
-Absolute encodings are added to the input.  Relative ones become a query (a + u), a key c and a bias (a + v).r_d of
+Absolute encodings are added to the input.  Relative ones become a query (a + u), a key c and attn_bias (a + v).r_d of
 `softmax`.  Encodings e_d are learned, sinusoidal, or the quadratic (|d|^2, d) of Cordonnier, Loukas & Jaggi 2020, whose
 scores with W_q = W_k = 0 are `quadratic` heads.
 """
@@ -88,7 +88,7 @@ def four_terms(a: Tensor, encodings: Tensor, index: Tensor, *, content: Tensor, 
     >>> offsets, index = differences((2, 3))
     >>> q, bias = four_terms(a, sinusoidal(offsets, 4), index, content=torch.zeros(4), place=torch.zeros(4))
     >>> from headwise.operators import softmax
-    >>> softmax(q, c, scale=1.0, bias=bias).shape
+    >>> softmax(q, c, scale=1.0, attn_bias=bias).shape
     torch.Size([6, 6])
     """
     same_kind("four_terms", a=a, encodings=encodings, content=content, place=place)

@@ -1,6 +1,6 @@
-"""(P v)_i = v_(i + offset), kept inside the real keys: a head that looks at one place, with padding and a cache.
+"""(P v)_i = v_(i + n - m + by), clamped to the visible keys: every query attends to one key at a fixed distance.
 
-The `shift` operator on sequences of unequal length; the last query sits at the last key.
+The `shift` operator on sequences: with key masks, and with fewer queries than keys (the last query is at the last key).
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
+from headwise.errors import ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
+from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Look(AttentionOperator):
-    """P has one 1 in row i, at column index_i; a sequence without keys has rows of zeros."""
+class Offset(AttentionOperator):
+    """P has one 1 in row i, at column index_i; a sequence without visible keys has rows of zeros."""
 
     index: Tensor  # (*batch, m) of int64
     n: int
-    whole: Tensor | None  # (*batch, 1), False where there is no key at all
+    nonempty: Tensor | None  # (*batch, 1), False where there is no visible key
     causal: bool
 
     @property
@@ -32,35 +34,39 @@ class Look(AttentionOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        promised = {Claim.NONNEGATIVE} | ({Claim.CAUSAL} if self.causal else set())
-        silent = self.whole is not None and not bool(self.whole.all())
-        return frozenset(promised if silent else promised | {Claim.STOCHASTIC})
+        claims = {Claim.NONNEGATIVE} | ({Claim.CAUSAL} if self.causal else set())
+        empty = self.nonempty is not None and not bool(self.nonempty.all())
+        return frozenset(claims if empty else claims | {Claim.STOCHASTIC})
 
     def apply(self, v: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(self.index.shape[:-1], v.shape[:-2])
         if self.index.dim() == 1:
             return v.index_select(-2, self.index)
+        batch = torch.broadcast_shapes(self.index.shape[:-1], v.shape[:-2])
         index = self.index.unsqueeze(-1).expand(*batch, self.index.shape[-1], v.shape[-1])
         out = v.expand(*batch, *v.shape[-2:]).gather(-2, index)
-        return out if self.whole is None else out.masked_fill(~self.whole.unsqueeze(-1), 0)
+        return out if self.nonempty is None else out.masked_fill(~self.nonempty.unsqueeze(-1), 0)
 
     def cost(self, d: int) -> Cost:
         return Cost(multiply_adds=0)
 
 
-def look(m: int, n: int, offset: int, *, like: Tensor, keep: Tensor | None = None) -> Look:
-    """Query i, at position i + n - m, looks `offset` keys further; beyond the ends, at the outermost real key.
+@supports(KEY_MASK, instead={CAUSAL: "by <= 0, which is causal"})
+def offset(m: int, n: int, by: int, *, key_mask: Tensor | None = None, device: torch.device | None = None) -> Offset:
+    """Query i, at position i + n - m, attends to the key `by` positions further; beyond the ends, to the outermost one.
 
-    `keep` (*batch, n) is True at real keys, which are consecutive.  Causal for offset <= 0 unless padding comes first.
+    `key_mask` (*batch, n), True = attend; visible keys are consecutive.  Causal for by <= 0 without a key mask.
 
-    >>> look(3, 3, -1, like=torch.empty(0)).dense()
+    >>> offset(3, 3, -1).dense()
     tensor([[1., 0., 0.],
             [1., 0., 0.],
             [0., 1., 0.]])
     """
-    at = torch.arange(n - m, n, device=like.device) + offset
-    if keep is None:
-        return Look(at.clamp(0, n - 1), n, None, causal=offset <= 0 and m <= n)
-    first = keep.int().argmax(-1, keepdim=True)
-    last = n - 1 - keep.flip(-1).int().argmax(-1, keepdim=True)
-    return Look(at.clamp(first, last), n, keep.any(-1, keepdim=True), causal=False)
+    if m < 1 or n < 1:
+        raise ShapeError(f"Offset: m has {m}, n has {n}: an empty axis has no attention")
+    mask = Mask.checked("Offset", m, n, key_mask=key_mask).key_mask
+    position = torch.arange(n - m, n, device=device if mask is None else mask.device) + by
+    if mask is None:
+        return Offset(position.clamp(0, n - 1), n, None, causal=by <= 0 and m <= n)
+    first = mask.int().argmax(-1, keepdim=True)
+    last = n - 1 - mask.flip(-1).int().argmax(-1, keepdim=True)
+    return Offset(position.clamp(first, last), n, mask.any(-1, keepdim=True), causal=False)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.operators._kernels.queries_keys import Pair, pair, self_attention
+from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.claims import Claim
 from headwise.operators.compose import Product, product
+from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.operators.sparse.strided import near_root
 
 
@@ -37,6 +38,7 @@ class Fixed(BlockOperator):
         return self.promises(causal=self.causal)
 
 
+@supports(CAUSAL, KEY_MASK)
 def fixed(
     q: Tensor,
     k: Tensor,
@@ -47,18 +49,18 @@ def fixed(
     causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Fixed:
-    """Query i sees the keys of its own block and the last `summaries` keys of every other; causal, those with j <= i.
+    """Query i attends to its own block and the last `summaries` keys of every other one; causal, those with j <= i.
 
     block    near sqrt(n) by default; any n, the last block may be shorter
-    key_mask  boolean (*batch, n), True for a real key.  Causal real rows equal the shorter sequence's where it follows;
-             without causality so too when the real length is a multiple of the block (else the shorter sequence has
-             no summary where the longer one has one)
+    key_mask  boolean (*batch, n), True = attend.  With padding at the end, causal real rows equal the shorter
+              sequence's; others too if the real length is a multiple of the block (else it lacks the last summary)
     """
-    both, block = _checked(q, k, block, summaries, scale, key_mask)
-    pieces = own_blocks(both.n, block, causal) + summary_pieces(both.n, block, summaries, causal, q.device, first=False)
-    return Fixed(Union(both.q, both.k, both.scale, tuple(pieces), both.keep), block, summaries, causal)
+    qk, block = _checked(q, k, block, summaries, scale, key_mask)
+    pieces = own_blocks(qk.n, block, causal) + summary_pieces(qk.n, block, summaries, causal, q.device, first=False)
+    return Fixed(Union.of(qk, pieces), block, summaries, causal)
 
 
+@supports(CAUSAL, KEY_MASK)
 def fixed_steps(
     q: Tensor,
     k: Tensor,
@@ -71,14 +73,14 @@ def fixed_steps(
 ) -> Product:
     """P = P_summaries P_own: a block is gathered by its last positions, and these by the queries, each beside itself.
 
-    A query sees itself in the second step, so that what it gathered from its own block is not lost.
+    A query attends to itself in the second step, so that what it gathered from its own block is kept.
     """
-    both, block = _checked(q, k, block, summaries, scale, key_mask)
-    n = both.n
+    qk, block = _checked(q, k, block, summaries, scale, key_mask)
+    n = qk.n
     itself = Piece(Tiles(0, n, 1, 1), Tiles(0, n, 1, 1), first=True)
     pieces = [itself, *summary_pieces(n, block, summaries, causal, q.device, first=False)]
-    across = Fixed(Union(both.q, both.k, both.scale, tuple(pieces), both.keep), block, summaries, causal)
-    own = Union(both.q, both.k, both.scale, tuple(own_blocks(n, block, causal)), both.keep)
+    across = Fixed(Union.of(qk, pieces), block, summaries, causal)
+    own = Union.of(qk, own_blocks(n, block, causal))
     return product(across, Fixed(own, block, summaries, causal))
 
 
@@ -93,38 +95,38 @@ def own_blocks(n: int, block: int, causal: bool) -> list[Piece]:
 def summary_pieces(
     n: int, block: int, summaries: int, causal: bool, device: torch.device, *, first: bool, keys: int | None = None
 ) -> list[Piece]:
-    """Queries against the summaries of other blocks (causal: of earlier ones), where no summary is in sight nothing.
+    """Queries against the summaries of other blocks (causal: of earlier ones), and to nothing where there is none.
 
-    The queries at the same place of every block are one batch, so the mask says only which block may see which.
+    The queries at the same place of every block are one batch, so the mask is one entry a pair of blocks.
     Summaries are the last keys of a block, or, with `keys`, `summaries` in a row for each block from key `keys` on.
     """
     whole, rest = divmod(n, block)
     first_key, jump = (block - summaries, block) if keys is None else (keys, summaries)
     pieces = []
     for place, count, rows in ((0, rest, whole + 1), (rest, block - rest, whole)):
-        # causal: the first block sees no summary, and nobody sees that of the last whole block without a successor
+        # causal: the first block has no summary before it, and the last whole block may have no block after it
         skip = 1 if causal else 0
-        seen = rows - 1 if causal else whole
-        if not count or rows <= skip or seen < 1:
+        visible = rows - 1 if causal else whole
+        if not count or rows <= skip or visible < 1:
             continue
-        queries, slots = torch.arange(skip, rows, device=device)[:, None], torch.arange(seen, device=device)
+        queries, slots = torch.arange(skip, rows, device=device)[:, None], torch.arange(visible, device=device)
         mask = queries > slots if causal else queries != slots
         tiles = Tiles(place + skip * block, count, 1, rows - skip, block)
-        columns = Tiles(first_key, seen, jump, summaries, shared=count)
+        columns = Tiles(first_key, visible, jump, summaries, shared=count)
         whole_mask = mask.repeat_interleave(summaries, dim=1)
-        plain = causal and summaries == 1  # row t sees columns <= t, which the kernel knows by itself
+        plain = causal and summaries == 1  # row t attends to columns <= t, the kernel's own causality
         pieces.append(Piece(tiles, columns, first, causal=plain, mask=None if plain else whole_mask))
     return pieces
 
 
 def _checked(
     q: Tensor, k: Tensor, block: int | None, summaries: int, scale: float | None, key_mask: Tensor | None
-) -> tuple[Pair, int]:
-    both = pair("Fixed", q, k, scale=scale, key_mask=key_mask)
-    n = self_attention("Fixed", both, "window for new queries against a cache, or softmax")
+) -> tuple[QueriesKeys, int]:
+    qk = QueriesKeys.checked("Fixed", q, k, scale=scale, key_mask=key_mask)
+    n = qk.require_square("Fixed", "window for new queries against a cache, or softmax")
     block = near_root(n) if block is None else block
     if not 1 <= block <= n:
         raise ShapeError(f"Fixed: block must be between 1 and n = {n}, but is {block}")
     if not 1 <= summaries <= block:
         raise ShapeError(f"Fixed: summaries must be between 1 and block = {block}, but is {summaries}")
-    return both, block
+    return qk, block

@@ -2,7 +2,7 @@
 
 Reformer, Kitaev et al. 2020 (arXiv:2001.04451).  A round hashes x to argmax [x R; -x R] for a random R, sorts the
 positions by it and cuts the order into chunks; a query meets its own chunk and the one before.  Over several rounds P
-is one softmax over the union of all pairs: a pair found twice counts once.  Every query sees itself.
+is one softmax over the union of all pairs: a pair found twice counts once.  Every query attends to itself.
 """
 
 from __future__ import annotations
@@ -17,112 +17,100 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.errors import ShapeError
-from headwise.operators._kernels import autograd_functions
-from headwise.operators._kernels.hash_rounds import GROUP, Rounds
-from headwise.operators._kernels.queries_keys import Pair, pair, self_attention
-from headwise.operators._kernels.scores import WIDEST
-from headwise.operators.base import AttentionOperator
+from headwise.operators._kernels import autograd_functions, limits
+from headwise.operators._kernels.hash_rounds import Rounds
+from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim
+from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.shapes import filled, same_axis
-
-ITSELF = -1e5
-"""Score of a position with itself when queries and keys are shared: it matters only where there is nothing else."""
-
-NEVER = -1e30
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Hashed(AttentionOperator):
-    """Softmax over the pairs that hashing found; which they are was settled when the operator was built."""
+class Hashed(QueryKeyOperator):
+    """Softmax over the pairs that hashing found, which happens when the operator is built."""
 
-    both: Pair
+    qk: QueriesKeys
     shared: bool
-    causal: bool
     chunk: int
     order_q: Tensor  # (*batch, rounds, t * chunk), positions in the order of their hashes
-    order_k: Tensor  # (*batch, rounds, chunk + t * chunk), one chunk of nobody before the first
+    order_k: Tensor  # (*batch, rounds, chunk + t * chunk), one chunk of padding indices before the first
     place_q: Tensor  # (*batch, rounds, n), where in the order a position is
     place_k: Tensor
     masks: Tensor  # (*batch, rounds, t, chunk, 2 chunk)
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.both.batch, self.both.m, self.both.n))
-
-    @property
-    def like(self) -> Tensor:
-        return self.both.q
-
-    @property
     def claims(self) -> frozenset[Claim]:
-        promised = {Claim.NONNEGATIVE} | ({Claim.CAUSAL} if self.causal else set())
-        return frozenset(promised if self.both.keep is not None else promised | {Claim.STOCHASTIC})
+        promised = {Claim.NONNEGATIVE} | ({Claim.CAUSAL} if self.qk.mask.causal else set())
+        return frozenset(promised if self.qk.key_mask is not None else promised | {Claim.STOCHASTIC})
 
     def apply(self, v: Tensor) -> Tensor:
-        if v.shape[-1] > WIDEST:
-            return torch.cat([self.apply(part) for part in v.split(WIDEST, dim=-1)], dim=-1)
+        if v.shape[-1] > limits.MAX_COLUMNS:
+            return torch.cat([self.apply(part) for part in v.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
         q, k, x, own, others, batch = self._flat(v, hide=True)
-        width = max(q.shape[-1], x.shape[-1])  # the kernel knows one width only
+        width = max(q.shape[-1], x.shape[-1])  # the kernel takes one width only
         q, k, x = (filled(y, (0, width - y.shape[-1])) for y in (q, k, x))
-        out = autograd_functions.run(Rounds(self.chunk, self.both.scale), q, k, x, own, *others)[..., : v.shape[-1]]
+        out = autograd_functions.run(Rounds(self.chunk, self.qk.scale), q, k, x, own, *others)[..., : v.shape[-1]]
         out = out.reshape(*batch, *out.shape[-2:])
-        return self._heard(out).to(v.dtype)
+        return self._zero_empty_rows(out).to(v.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
         q, k, x, own, others, batch = self._flat(u, hide=False)
-        x = self._heard(x.reshape(*batch, *x.shape[-2:])).reshape(x.shape)
-        out = Rounds(self.chunk, self.both.scale).plain_adjoint(x, q, k, own, *others)
+        x = self._zero_empty_rows(x.reshape(*batch, *x.shape[-2:])).reshape(x.shape)
+        out = Rounds(self.chunk, self.qk.scale).plain_adjoint(x, q, k, own, *others)
         out = out.reshape(*batch, *out.shape[-2:])
-        if self.both.keep is not None:
-            out = out.masked_fill(~self.both.keep.unsqueeze(-1), 0)
+        if self.qk.key_mask is not None:
+            out = out.masked_fill(~self.qk.key_mask.unsqueeze(-1), 0)
         return out.to(u.dtype)
 
     def cost(self, d: int) -> Cost:
         """Blocks in full, hidden entries included.  The sort is as deep as log n comparisons."""
-        widths = [max(self.both.q.shape[-1], min(WIDEST, d - start)) for start in range(0, d, WIDEST)]
+        widths = [
+            max(self.qk.q.shape[-1], min(limits.MAX_COLUMNS, d - start)) for start in range(0, d, limits.MAX_COLUMNS)
+        ]
         rounds, length = self.order_q.shape[-2:]
-        copies = self.both.batch.numel()
+        copies = self.qk.batch.numel()
         work = copies * rounds * length * 2 * self.chunk * 2 * sum(widths)
-        depth = rounds + max(1, math.ceil(math.log2(self.both.n)))
+        depth = rounds + max(1, math.ceil(math.log2(self.qk.n)))
         return Cost(work, copies * length * (2 * self.chunk + 5 * max(widths)), depth)
 
     def adjoint_cost(self, d: int) -> Cost:
         rounds, length = self.order_q.shape[-2:]
-        work = self.both.batch.numel() * rounds * length * 2 * self.chunk * (self.both.q.shape[-1] + d)
+        work = self.qk.batch.numel() * rounds * length * 2 * self.chunk * (self.qk.q.shape[-1] + d)
         return Cost(work, self.cost(d).scalars, self.cost(d).depth)
 
     def _flat(self, x: Tensor, *, hide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], torch.Size]:
         """Everything with one batch axis, in at least single precision; keys of unit length where they are shared."""
         compute = torch.promote_types(x.dtype, torch.float32)
-        q, k, x, keep = self.both.q.to(compute), self.both.k.to(compute), x.to(compute), self.both.keep
+        q, k, x, keep = self.qk.q.to(compute), self.qk.k.to(compute), x.to(compute), self.qk.key_mask
         if self.shared:
             k = F.normalize(k, dim=-1) * math.sqrt(k.shape[-1])
-            own = q.new_full(q.shape[:-1], ITSELF)
+            own = q.new_full(q.shape[:-1], limits.SELF_SCORE)
         else:
-            own = self.both.scale * (q * k).sum(-1)
+            own = self.qk.scale * (q * k).sum(-1)
         if keep is not None:
-            own = own.masked_fill(~keep, NEVER)
+            own = own.masked_fill(~keep, limits.HIDDEN)
             x = x.masked_fill(~keep.unsqueeze(-1), 0) if hide else x
-        batch = torch.broadcast_shapes(self.both.batch, x.shape[:-2])
+        batch = torch.broadcast_shapes(self.qk.batch, x.shape[:-2])
         q, k, x = (y.expand(*batch, *y.shape[-2:]).reshape(-1, *y.shape[-2:]) for y in (q, k, x))
         own = own.expand(*batch, own.shape[-1]).reshape(-1, own.shape[-1])
-        inner = len(self.both.batch)
+        inner = len(self.qk.batch)
         others = [
             y.expand(*batch, *y.shape[inner:]).reshape(-1, *y.shape[inner:])
             for y in (self.order_q, self.order_k, self.place_q, self.place_k, self.masks)
         ]
         return q, k, x, own, others, batch
 
-    def _heard(self, x: Tensor) -> Tensor:
-        """Rows that see no real key set to zero: padding that met nothing but padding."""
-        if self.both.keep is None:
+    def _zero_empty_rows(self, x: Tensor) -> Tensor:
+        """Rows without keys set to zero: padding that met nothing but padding."""
+        if self.qk.key_mask is None:
             return x
         found = self.masks.any(-1).flatten(-2).gather(-1, self.place_q).any(-2)
-        heard = found | self.both.keep
-        return x.masked_fill(~heard.unsqueeze(-1), 0)
+        nonempty = found | self.qk.key_mask
+        return x.masked_fill(~nonempty.unsqueeze(-1), 0)
 
 
+@supports(CAUSAL, KEY_MASK)
 def hashed(
     q: Tensor,
     k: Tensor | None = None,
@@ -136,17 +124,17 @@ def hashed(
     key_mask: Tensor | None = None,
 ) -> Hashed:
     """Reformer attention; without k, queries and keys are shared: keys are the queries at length sqrt(k), and a
-    position attends to itself only where there is nothing else, both as in the source.
+    position attends to itself only where there is no other key, both as in the paper.
 
     rotations  (rounds, k, buckets / 2), or (2, rounds, k, root / 2) for two hashes that make root^2 buckets together;
                drawn for about n / chunk buckets from `generator` unless given
     chunk      positions of a sorted chunk; a query meets at most 2 chunk keys a round
-    key_mask    boolean (*batch, n), True at real positions; padding is sorted behind everything, so that real rows equal
-               those of the shorter sequence under the same rotations
+    key_mask   boolean (*batch, n), True = attend; masked positions are sorted last, so that real rows equal those of
+               the shorter sequence under the same rotations
     """
     shared = k is None
-    both = pair("Hashed", q, q if k is None else k, scale=scale, key_mask=key_mask)
-    n = self_attention("Hashed", both, "window for new queries against a cache, or softmax")
+    qk = QueriesKeys.checked("Hashed", q, q if k is None else k, scale=scale, causal=causal, key_mask=key_mask)
+    n = qk.require_square("Hashed", "window for new queries against a cache, or softmax")
     if chunk < 1 or rounds < 1:
         raise ShapeError(f"Hashed: chunk and rounds must be at least 1, but are {chunk} and {rounds}")
     if rotations is None:
@@ -159,12 +147,12 @@ def hashed(
     same_axis("Hashed", "k", q=q.shape[-1], rotations=rotations.shape[-2])
     chunk = min(chunk, n)
     with torch.no_grad():
-        order_q, place_q = _sorted(both.q, rotations, both, chunk)
-        order_k, place_k = (order_q, place_q) if shared else _sorted(both.k, rotations, both, chunk)
+        order_q, place_q = _sorted(qk.q, rotations, qk, chunk)
+        order_k, place_k = (order_q, place_q) if shared else _sorted(qk.k, rotations, qk, chunk)
         order_k = F.pad(order_k, (chunk, 0), value=n)
-        masks = _masks(both, order_q, order_k, place_q // chunk, place_k // chunk, chunk, causal)
+        masks = _masks(qk, order_q, order_k, place_q // chunk, place_k // chunk, chunk, causal)
         order_q, order_k = order_q.clamp(max=n - 1), order_k.clamp(max=n - 1)
-    return Hashed(both, shared, causal, chunk, order_q, order_k, place_q, place_k, masks)
+    return Hashed(qk, shared, chunk, order_q, order_k, place_q, place_k, masks)
 
 
 def random_rotations(width: int, buckets: float, rounds: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -174,8 +162,8 @@ def random_rotations(width: int, buckets: float, rounds: int, *, generator: torc
     return torch.randn(2, rounds, width, max(1, round(math.sqrt(buckets) / 2)), generator=generator)
 
 
-def _sorted(x: Tensor, rotations: Tensor, both: Pair, chunk: int) -> tuple[Tensor, Tensor]:
-    """The order (*batch, rounds, t * chunk) of positions by hash, ties by position, n for nobody; and the inverse."""
+def _sorted(x: Tensor, rotations: Tensor, qk: QueriesKeys, chunk: int) -> tuple[Tensor, Tensor]:
+    """The order (*batch, rounds, t * chunk) of positions by hash, ties by position, n for padding; and the inverse."""
     n = x.shape[-2]
     hashes = rotations.float().reshape(-1, *rotations.shape[-3:])  # (1 or 2, rounds, k, half)
     half = hashes.shape[-1]
@@ -186,28 +174,28 @@ def _sorted(x: Tensor, rotations: Tensor, both: Pair, chunk: int) -> tuple[Tenso
     negative = turned.gather(-1, best).squeeze(-1) < 0
     first, *second = (best.squeeze(-1) + half * negative).int().unbind(-2)
     bucket = (first * (2 * half) + second[0] if second else first).mT  # (*batch, rounds, n)
-    if both.keep is not None:
-        bucket = bucket.masked_fill(~both.keep.unsqueeze(-2), (2 * rotations.shape[-1]) ** 2)
-    bucket = bucket.expand(*both.batch, *bucket.shape[-2:])
+    if qk.key_mask is not None:
+        bucket = bucket.masked_fill(~qk.key_mask.unsqueeze(-2), (2 * rotations.shape[-1]) ** 2)
+    bucket = bucket.expand(*qk.batch, *bucket.shape[-2:])
     order = torch.sort(bucket, dim=-1, stable=True).indices
     place = torch.zeros_like(order).scatter(-1, order, torch.arange(n, device=x.device).expand(order.shape))
     return filled(order, (0, -n % chunk), value=n), place
 
 
 def _masks(
-    both: Pair, order_q: Tensor, order_k: Tensor, chunk_q: Tensor, chunk_k: Tensor, chunk: int, causal: bool
+    qk: QueriesKeys, order_q: Tensor, order_k: Tensor, chunk_q: Tensor, chunk_k: Tensor, chunk: int, causal: bool
 ) -> Tensor:
     """Which pairs count in which round (*batch, rounds, t, chunk, 2 chunk), a few members of the batch at a time."""
-    n, lead = both.n, len(both.batch)
-    keep = None if both.keep is None else F.pad(both.keep, (0, 1)).expand(*both.batch, n + 1).reshape(-1, n + 1)
+    n, lead = qk.n, len(qk.batch)
+    keep = None if qk.key_mask is None else F.pad(qk.key_mask, (0, 1)).expand(*qk.batch, n + 1).reshape(-1, n + 1)
     flat = [x.reshape(-1, *x.shape[lead:]) for x in (order_q, order_k, chunk_q, chunk_k)]
-    size = max(1, GROUP // (n * 2 * chunk))
+    size = max(1, limits.HASH_ENTRIES // (n * 2 * chunk))
     found = []
     for start in range(0, flat[0].shape[0], size):
         there, here, at_q, at_k = (x[start : start + size] for x in flat)
         real = None if keep is None else keep[start : start + size]
         found.append(_group_masks(n, there, here, at_q, at_k, real, chunk, causal))
-    return torch.cat(found).reshape(*both.batch, *found[0].shape[1:])
+    return torch.cat(found).reshape(*qk.batch, *found[0].shape[1:])
 
 
 def _group_masks(
@@ -220,7 +208,7 @@ def _group_masks(
     chunk: int,
     causal: bool,
 ) -> Tensor:
-    """A pair counts if it is real, not before its time, not a position with itself, and in no earlier round."""
+    """A pair counts if it is real, not later if causal, not a position with itself, and in no earlier round."""
     rounds = order_q.shape[1]
     # the smaller the numbers, the faster they are compared
     small = torch.int8 if n // chunk <= 100 else torch.int16 if n // chunk < 2**14 else torch.int32

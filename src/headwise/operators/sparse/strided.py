@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.operators._kernels.queries_keys import Pair, pair, self_attention
+from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.claims import Claim
 from headwise.operators.compose import Product, product
+from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.operators.sparse.window import band, window
 
 
@@ -40,6 +41,7 @@ class Strided(BlockOperator):
         return self.promises(causal=self.causal)
 
 
+@supports(CAUSAL, KEY_MASK)
 def strided(
     q: Tensor,
     k: Tensor,
@@ -49,17 +51,18 @@ def strided(
     causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Strided:
-    """Query i sees keys j with |i - j| <= stride or (i - j) % stride = 0; causal, those with j <= i.
+    """Query i attends to keys j with |i - j| <= stride or (i - j) % stride = 0; causal, those with j <= i.
 
-    stride   near sqrt(n) by default, where a query meets O(sqrt n) keys; any n, the last block may be shorter
-    key_mask  boolean (*batch, n), True for a real key; where it follows, real rows equal the shorter sequence's
+    stride   near sqrt(n) by default, where a query attends to O(sqrt n) keys; any n, the last block may be shorter
+    key_mask  boolean (*batch, n), True = attend; with padding at the end, real rows equal the shorter sequence's
     """
-    both, stride = _checked("Strided", q, k, stride, scale, key_mask)
-    n, device = both.n, q.device
+    qk, stride = _checked(q, k, stride, scale, key_mask)
+    n, device = qk.n, q.device
     pieces = [*columns(n, stride, causal), *_band(n, stride, causal, device)]
-    return Strided(Union(both.q, both.k, both.scale, tuple(pieces), both.keep), stride, causal)
+    return Strided(Union.of(qk, pieces), stride, causal)
 
 
+@supports(CAUSAL, KEY_MASK)
 def strided_steps(
     q: Tensor,
     k: Tensor,
@@ -70,15 +73,14 @@ def strided_steps(
     key_mask: Tensor | None = None,
 ) -> Product:
     """P = P_columns P_local: from j to a position of i's column in one step, along the column to i in another."""
-    both, stride = _checked("Strided", q, k, stride, scale, key_mask)
-    pieces = tuple(columns(both.n, stride, causal))
-    along = Strided(Union(both.q, both.k, both.scale, pieces, both.keep), stride, causal)
+    qk, stride = _checked(q, k, stride, scale, key_mask)
+    along = Strided(Union.of(qk, columns(qk.n, stride, causal)), stride, causal)
     width = stride + 1 if causal else 2 * stride + 1
     return product(along, window(q, k, width, scale=scale, causal=causal, key_mask=key_mask))
 
 
 def columns(n: int, stride: int, causal: bool) -> list[Piece]:
-    """Every stride-th position: columns that reach one block further down than the others are a batch of their own."""
+    """Every stride-th position: columns that are one block longer than the others are a batch of their own."""
     rows, longer = divmod(n, stride)
     pieces = []
     for first, count, length in ((0, longer, rows + 1), (longer, stride - longer, rows)):
@@ -97,17 +99,17 @@ def _band(n: int, stride: int, causal: bool, device: torch.device) -> list[Piece
 
 
 def near_root(n: int) -> int:
-    """A stride near sqrt(n), a multiple of 16 where that is possible: the kernel likes even blocks."""
+    """A stride near sqrt(n), a multiple of 16 where possible: the kernel is faster with even blocks."""
     root = max(1, math.isqrt(n))
     return root if root < 16 else 16 * round(root / 16)
 
 
 def _checked(
-    owner: str, q: Tensor, k: Tensor, stride: int | None, scale: float | None, key_mask: Tensor | None
-) -> tuple[Pair, int]:
-    both = pair(owner, q, k, scale=scale, key_mask=key_mask)
-    n = self_attention(owner, both, "window for new queries against a cache, or softmax")
+    q: Tensor, k: Tensor, stride: int | None, scale: float | None, key_mask: Tensor | None
+) -> tuple[QueriesKeys, int]:
+    qk = QueriesKeys.checked("Strided", q, k, scale=scale, key_mask=key_mask)
+    n = qk.require_square("Strided", "window for new queries against a cache, or softmax")
     stride = near_root(n) if stride is None else stride
     if not 1 <= stride <= n:
-        raise ShapeError(f"{owner}: stride must be between 1 and n = {n}, but is {stride}")
-    return both, stride
+        raise ShapeError(f"Strided: stride must be between 1 and n = {n}, but is {stride}")
+    return qk, stride

@@ -1,6 +1,6 @@
 """P_ij = exp(s q_i . k_j) / sum over |i - j| <= w: softmax inside a band, the cost of which is linear in n.
 
-Local attention: Luong et al. 2015; Beltagy et al. 2020 (Longformer), with global tokens that see and are seen by all.
+Local attention: Luong et al. 2015; Beltagy et al. 2020 (Longformer), with global tokens.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.operators._kernels.queries_keys import pair
+from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.claims import Claim
+from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, supports
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Window(BlockOperator):
-    """Softmax over `width` neighbouring keys and the first `tokens`, which are global.
+    """Softmax over `width` neighbouring keys and the first `leading`, which are global.
 
     Blocks of queries meet overlapping bands of keys; rows near either end meet what there is of a band.
     """
 
     union: Union
     width: int
-    tokens: int
+    leading: int
     causal: bool
 
     @property
@@ -36,20 +37,21 @@ class Window(BlockOperator):
         return self.promises(causal=self.causal)
 
 
+@supports(CAUSAL, KEY_MASK, instead={PAIR_MASK: "softmax with a pair_mask that includes the window"})
 def window(
     q: Tensor,
     k: Tensor,
     width: int,
     *,
-    tokens: int = 0,
+    leading: int = 0,
     scale: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Window:
-    """Each query sees `width` keys: itself and width // 2 before, the rest after; causal, itself and those before.
+    """Each query attends to `width` keys: itself, width // 2 before, the rest after; causal, itself and those before.
 
-    tokens   the first so many positions are global: every query sees them, and they see every key (causal: before them)
-    key_mask  boolean (*batch, n), True for a real key; where padding follows, real rows equal the shorter sequence's
+    leading   so many first positions are global: every query attends to them, they to all (causal: before them)
+    key_mask  boolean (*batch, n), True = attend; with padding at the end, real rows equal the shorter sequence's
 
     The last query is at the last key (position i + n - m for query i), so one new query against a cache works.
 
@@ -59,37 +61,39 @@ def window(
             [0.0000, 0.3333, 0.3333, 0.3333],
             [0.0000, 0.0000, 0.5000, 0.5000]])
     """
-    both = pair("Window", q, k, scale=scale, key_mask=key_mask)
+    qk = QueriesKeys.checked("Window", q, k, scale=scale, key_mask=key_mask)
     if width < 1:
-        raise ShapeError(f"Window: width must be at least 1 (a query sees itself), but is {width}")
-    if not 0 <= tokens <= both.n:
-        raise ShapeError(f"Window: tokens must be between 0 and n = {both.n}, but is {tokens}")
-    if both.m > both.n:
+        raise ShapeError(f"Window: width must be at least 1 (a query attends to itself), but is {width}")
+    if not 0 <= leading <= qk.n:
+        raise ShapeError(f"Window: leading must be between 0 and n = {qk.n}, but is {leading}")
+    if qk.m > qk.n:
         raise UnsupportedError(
-            f"Window: the last query sits at the last key, so m = {both.m} queries need at least as many keys, "
-            f"but n has {both.n}; use softmax with a mask"
+            f"Window: the last query sits at the last key, so m = {qk.m} queries need at least as many keys, "
+            f"but n has {qk.n}; use softmax with a pair_mask"
         )
     before = width - 1 if causal else width // 2
     after = 0 if causal else width - 1 - before
-    pieces = _pieces(both.m, both.n, before, after, tokens, causal, q.device)
-    return Window(Union(both.q, both.k, both.scale, pieces, both.keep), width, tokens, causal)
+    pieces = _pieces(qk.m, qk.n, before, after, leading, causal, q.device)
+    return Window(Union.of(qk, pieces), width, leading, causal)
 
 
 def _pieces(
-    m: int, n: int, before: int, after: int, tokens: int, causal: bool, device: torch.device
+    m: int, n: int, before: int, after: int, leading: int, causal: bool, device: torch.device
 ) -> tuple[Piece, ...]:
     ahead = n - m
-    looking = 0 if causal else max(0, tokens - ahead)  # queries that are global tokens and see everything
+    global_queries = 0 if causal else max(0, leading - ahead)  # leading positions as queries: they attend to everything
 
     def everything(first: int, last: int, keys: int, fresh: bool) -> list[Piece]:
         if first >= last or not keys:
             return []
         return [Piece(Tiles(first - ahead, 1, 0, last - first), Tiles(0, 1, 0, keys), first=fresh)]
 
-    # bands begin after the global tokens; before that, tokens and neighbours are one masked block
-    start = min(n, max(ahead + looking, tokens + before))
-    near = band(m, n, before, after, start=ahead + looking, bands=start, tokens=tokens, causal=causal, device=device)
-    return *everything(ahead, ahead + looking, n, True), *near, *everything(start, n, tokens, False)
+    # bands begin after the leading keys; before that, leading keys and neighbours are one masked block
+    start = min(n, max(ahead + global_queries, leading + before))
+    near = band(
+        m, n, before, after, start=ahead + global_queries, bands=start, leading=leading, causal=causal, device=device
+    )
+    return *everything(ahead, ahead + global_queries, n, True), *near, *everything(start, n, leading, False)
 
 
 def band(
@@ -101,23 +105,23 @@ def band(
     start: int,
     bands: int,
     device: torch.device,
-    tokens: int = 0,
+    leading: int = 0,
     causal: bool = False,
     itself: bool = True,
     first: bool = True,
 ) -> list[Piece]:
     """Positions start..n against the `before` keys before and `after` keys after them, and themselves if `itself`.
 
-    From position `bands` on, blocks of queries meet overlapping bands of keys; before it the first `tokens` keys are
-    seen too.  `first` is that of every piece.
+    From position `bands` on, blocks of queries meet overlapping bands of keys; before it the first `leading` keys are
+    visible too.  `first` is that of every piece.
     """
     ahead = n - m
 
-    def seen(i: Tensor, j: Tensor) -> Tensor:
+    def visible(i: Tensor, j: Tensor) -> Tensor:
         near = (j >= i - before) & (j <= i + after)
         return near if itself else near & (j != i)
 
-    def edge(top: int, bottom: int, left: int, right: int, tokens: int) -> list[Piece]:
+    def edge(top: int, bottom: int, left: int, right: int, leading: int) -> list[Piece]:
         """Positions top..bottom against keys left..right, as one masked block."""
         if top >= bottom or left >= right:
             return []
@@ -125,7 +129,7 @@ def band(
         if itself and left >= bottom - 1 - before and right - 1 <= top + after:  # every band holds every key
             return [Piece(rows, columns, first)]
         i, j = torch.arange(top, bottom, device=device)[:, None], torch.arange(left, right, device=device)
-        mask = seen(i, j) | (j < tokens)
+        mask = visible(i, j) | (j < leading)
         return [Piece(rows, columns, first, mask=mask & (j <= i) if causal else mask)]
 
     block = 64 if before + after < 512 else 128
@@ -135,9 +139,9 @@ def band(
     if count:
         i, j = torch.arange(block, device=device)[:, None], torch.arange(-before, block + after, device=device)
         columns = Tiles(bands - before, count, block, before + block + after)
-        middle = [Piece(Tiles(bands - ahead, count, block, block), columns, first, mask=seen(i, j))]
+        middle = [Piece(Tiles(bands - ahead, count, block, block), columns, first, mask=visible(i, j))]
     return [
-        *edge(start, bands, 0, min(n, bands + after), tokens),
+        *edge(start, bands, 0, min(n, bands + after), leading),
         *middle,
-        *edge(stop, n, max(tokens, stop - before), n, 0),
+        *edge(stop, n, max(leading, stop - before), n, 0),
     ]

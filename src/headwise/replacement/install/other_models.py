@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
-from headwise.models.intercept import intercept, nothing_seen
-from headwise.models.sdpa_masks import read_call
+from headwise.models.intercept import intercept, nothing_seen, read_sdpa
 from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal
 from headwise.replacement.plan import Plan
 
@@ -61,7 +60,7 @@ class RewrittenModel(nn.Module):
 def _attend(site: str, heads: MixedHeads, call: tuple, options: dict) -> Tensor:
     assert heads.replaced is not None
     head, choice = heads.replaced
-    q, k, v, mask, scale = read_call(*call, **options)
+    q, k, v, mask, scale = read_sdpa(*call, **options)
     if not is_padding_or_causal(mask):
         raise UnsupportedError(
             f"{site}: head {head} is {choice}, which does not support a mask (m = {mask.m}, n = {mask.n}) that is "

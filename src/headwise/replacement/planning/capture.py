@@ -13,9 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from headwise.models.intercept import intercept, nothing_seen
+from headwise.models.intercept import four_axes, intercept, nothing_seen, read_sdpa
 from headwise.models.run import run_model
-from headwise.models.sdpa_masks import as_four, read_call
 from headwise.replacement.install.mixed_heads import along, is_padding_or_causal, padding_last
 from headwise.replacement.kinds import AttentionSample, HeadInputs
 
@@ -43,7 +42,7 @@ def find_sites(model: nn.Module, batch: Any) -> dict[str, AttentionSite]:
 
     def answer(name: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
         out = original(*call, **options)
-        q, k, v, mask, _ = read_call(*call, **options)
+        q, k, v, mask, _ = read_sdpa(*call, **options)
         reason = None
         if not is_padding_or_causal(mask):
             reason = "its mask is neither padding nor causal"
@@ -73,9 +72,9 @@ def capture(model: nn.Module, batches: Sequence[Any], names: Collection[str]) ->
     def answer(name: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
         out = original(*call, **options)
         if name in samples:
-            q, k, v, mask, scale = read_call(*call, **options)
+            q, k, v, mask, scale = read_sdpa(*call, **options)
             dtype = torch.promote_types(q.dtype, torch.float32)
-            q, k, v, output = (x.detach().to(dtype).contiguous() for x in (q, k, v, as_four(out)))
+            q, k, v, output = (x.detach().to(dtype).contiguous() for x in (q, k, v, four_axes(out)))
             samples[name].append(_sample(HeadInputs(q, k, mask, scale), v, output))
         return out
 

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.models.intercept import intercept
+from headwise.models.intercept import intercept, read_sdpa
 from headwise.models.run import run_model
-from headwise.models.sdpa_masks import read_call
 from headwise.replacement.planning.saved_progress import DriftEstimate
 
 Replacement = Callable[..., Tensor]
@@ -93,7 +92,7 @@ class DriftTrial:
         replacement = self._replacements.get(site)
         if replacement is None:
             return original(*call, **options)
-        q, k, v, mask, scale = read_call(*call, **options)
+        q, k, v, mask, scale = read_sdpa(*call, **options)
         out = replacement(q, k, v, key_mask=mask.key_mask, causal=mask.causal, scale=scale)
         return out.reshape(*call[0].shape[:-1], out.shape[-1])
 

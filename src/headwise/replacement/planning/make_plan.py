@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.models.fingerprint import check_weights, digest, fingerprint
+from headwise.models.fingerprint import check_weights, fingerprint
+from headwise.models.inputs import max_positions
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, candidates
-from headwise.replacement.plan import Plan, PlanPoint, Sites, check_tolerance, each_head, max_positions
+from headwise.replacement.plan import Plan, PlanPoint, Sites, check_tolerance, each_head
 from headwise.replacement.planning.capture import AttentionSite, find_sites, recordings
 from headwise.replacement.planning.drift import DriftTrial, Measure, measure_for
 from headwise.replacement.planning.fit import Fitted, Report, fit_sites, transfer
@@ -108,7 +109,7 @@ def plan(
     try:
         task = _prepare(model, batches, length, choices, effort or Effort(), seed)
         key = [seed, task.length, task.effort.steps, task.effort.texts, *map(str, task.choices)]
-        store = PlanProgress(partial_results, fingerprint(model, {"settings": key, "texts": digest(batches)}))
+        store = PlanProgress(partial_results, fingerprint(model, {"settings": key}, batches))
         run = _Run(task, store, progress or (lambda what, done, total: None), capture_bytes, objective)
         curve, baselines = run.trade_off(tolerance, transfer)
     finally:

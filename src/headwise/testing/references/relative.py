@@ -1,15 +1,17 @@
-"""The slow float64 twins of attention by position: every weight of every pair of cells, and convolution tap by tap.
-
-Nothing here imports from headwise.  Loops run over cells; keep the grids small.
-"""
+"""Twins of attention by position: every weight of every pair of positions or cells, and convolution tap by tap."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from headwise.testing.references.exact import matrix, normalised, visible
+
+BORDERS = ("zeros", "replicate", "reflect", "circular")
 
 
 def cells(sides: Sequence[int]) -> list[tuple[int, ...]]:
@@ -17,24 +19,65 @@ def cells(sides: Sequence[int]) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(side) for side in sides)))
 
 
-def attention(
+def shift(
+    grid: Sequence[int],
+    offset: Sequence[int],
+    *,
+    border: str = "circular",
+    stride: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+) -> Tensor:
+    """P_ij = 1 if query i attends to key j: (P v)_p = v_(stride p + offset) for the cells p of a grid.
+
+    Where that leaves the grid: "zeros" reads nothing, "replicate" the nearest cell, "reflect" the mirror image about
+    the outermost cell, "circular" the cell on the other side.  Cells are numbered in row-major order.
+    """
+    keys, places = cells(grid), cells(queries or grid)
+    p = torch.zeros(len(places), len(keys), dtype=torch.float64)
+    for i, cell in enumerate(places):
+        steps = stride or (1,) * len(cell)
+        axes = zip(cell, steps, offset, grid, strict=True)
+        target = tuple(border_cell(x * step + dx, g, border) for x, step, dx, g in axes)
+        if target in keys:
+            p[i, keys.index(target)] = 1.0  # type: ignore[arg-type]
+    return p
+
+
+def offset(m: int, n: int, by: int, *, key_mask: Tensor | None = None) -> Tensor:
+    """P_ij = 1 for j = i + n - m + by, clamped to the visible keys, which are consecutive; zero without keys."""
+    masks = torch.ones(1, n, dtype=torch.bool) if key_mask is None else key_mask.reshape(-1, n)
+    p = torch.zeros(len(masks), m, n, dtype=torch.float64)
+    for b, mask in enumerate(masks):
+        keys = [j for j in range(n) if mask[j]]
+        for i in range(m if keys else 0):
+            p[b, i, min(max(i + n - m + by, keys[0]), keys[-1])] = 1.0
+    return p[0] if key_mask is None else p.reshape(*key_mask.shape[:-1], m, n)
+
+
+def toeplitz(weights: Tensor, m: int, n: int) -> Tensor:
+    """P_ij = w_(j - i + m - 1): weights (*batch, m + n - 1), from the bottom left corner to the top right."""
+    weights = weights.double()
+    return matrix(m, n, lambda i, j: weights[..., j - i + m - 1])
+
+
+def toeplitz_softmax(logits: Tensor, m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+    """P_ij = softmax over the visible j of l_(j - i + m - 1); a logit of -inf is a mask."""
+    table = toeplitz(logits, m, n)
+    allowed = visible(m, n, causal=causal, key_mask=key_mask) & (table > -math.inf)
+    return normalised(table.masked_fill(table == -math.inf, 0.0), allowed)
+
+
+def positional(
     queries: Sequence[int],
     grid: Sequence[int],
     score: Callable[[tuple[int, ...], tuple[int, ...]], Tensor],
-    keep: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
-    """P_qk = exp s(q, k) / sum over the kept k', row by row; a row without a kept key is zero."""
-    rows = []
-    for q in cells(queries):
-        s = torch.stack(torch.broadcast_tensors(*(score(q, k).double() for k in cells(grid))), dim=-1)
-        seen = torch.ones_like(s, dtype=torch.bool) if keep is None else keep
-        s, seen = torch.broadcast_tensors(s, seen)
-        top = s.detach().masked_fill(~seen, -1e300).amax(-1, keepdim=True)
-        # what is not seen is set before the exponential, so that no gradient meets an infinity
-        e = torch.where(seen, (torch.where(seen, s, top) - top).exp(), 0.0)
-        total = e.sum(-1, keepdim=True)
-        rows.append(e / torch.where(total > 0, total, 1.0))
-    return torch.stack(rows, dim=-2)
+    """P_qk = exp s(q, k) / sum over the visible k' of a grid; a row without a visible key is zero."""
+    rows = [torch.broadcast_tensors(*(score(q, k).double() for k in cells(grid))) for q in cells(queries)]
+    s = torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+    visible = torch.ones(s.shape[-1], dtype=torch.bool) if key_mask is None else key_mask
+    return normalised(s, visible.unsqueeze(-2))
 
 
 def quadratic(
@@ -45,7 +88,7 @@ def quadratic(
     queries: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
     origin: Sequence[int] | None = None,
-    keep: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """exp(-sum_a (k_a - stride_a q_a - origin_a - centre_a)^2 / (2 width_a^2)), normalised over all cells at once."""
     stride = stride or [1] * len(grid)
@@ -59,10 +102,10 @@ def quadratic(
             total = total - away**2 / (2 * widths[..., a] ** 2)
         return total
 
-    return attention(queries or grid, grid, score, keep)
+    return positional(queries or grid, grid, score, key_mask)
 
 
-def tables(grid: Sequence[int], values: Sequence[Tensor], keep: Tensor | None = None) -> Tensor:
+def tables(grid: Sequence[int], values: Sequence[Tensor], key_mask: Tensor | None = None) -> Tensor:
     """exp(sum_a table_a[k_a - q_a + g_a - 1]), normalised; queries and keys on one grid."""
 
     def score(q: tuple[int, ...], k: tuple[int, ...]) -> Tensor:
@@ -71,22 +114,24 @@ def tables(grid: Sequence[int], values: Sequence[Tensor], keep: Tensor | None = 
             total = total + values[a].double()[..., k[a] - q[a] + g - 1]
         return total
 
-    return attention(grid, grid, score, keep)
+    return positional(grid, grid, score, key_mask)
 
 
 def border_cell(at: int, side: int, border: str) -> int | None:
-    """The real cell that stands for position `at` of an axis, None where a convolution reads zero."""
+    """The cell that position `at` of an axis of `side` cells reads; None where it reads zero."""
     if 0 <= at < side:
         return at
     if border == "zeros":
         return None
     if border == "replicate":
-        return 0 if at < 0 else side - 1
+        return min(max(at, 0), side - 1)
     if border == "circular":
         return at % side
-    while not 0 <= at < side:  # reflect, as often as it takes
-        at = -at if at < 0 else 2 * (side - 1) - at
-    return at
+    if border == "reflect":
+        while not 0 <= at < side:  # each bounce mirrors about an outermost cell, which is not repeated
+            at = -at if at < 0 else 2 * (side - 1) - at
+        return at
+    raise ValueError(f"border must be one of {BORDERS}, but is {border!r}")
 
 
 def bordered(
@@ -99,7 +144,7 @@ def bordered(
     queries: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
 ) -> Tensor:
-    """The quadratic head over the padded grid, each virtual cell's weight then given to the cell it stands for."""
+    """The quadratic head over the padded grid, the weight of each padding cell moved to the cell it reads."""
     wide = [g + before + after for g, (before, after) in zip(grid, padding, strict=True)]
     p = quadratic(
         wide, centres, log_widths, queries=queries or grid, stride=stride, origin=[before for before, _ in padding]
@@ -143,7 +188,7 @@ def convolution(
                     for s, q, d, j, (lo, _), g in zip(stride, p, dilation, t, padding, grid, strict=True)
                 ]
                 if None not in at:
-                    seen = x[(slice(None), slice(first, first + per_group), *at)].double()
-                    total = total + seen @ weight[(o, slice(None), *t)].double()
+                    read = x[(slice(None), slice(first, first + per_group), *at)].double()
+                    total = total + read @ weight[(o, slice(None), *t)].double()
             y[(slice(None), o, *p)] = total
     return y

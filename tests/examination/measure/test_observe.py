@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headwise.examination.measure.head_measures import evaluate_spectra
 from headwise.examination.measure.observe import Measurement, observe
+from headwise.models import attention, intercept
 from headwise.theory.collapse import relative_residual
 from tests.models.tiny_models import ALL, TRANSFORMERS, sharpen
 
@@ -74,7 +76,7 @@ def attentions(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
     return [p[0] for p in (*out.encoder_attentions, *decoder)]
 
 
-def compare(found: Measurement, weights: list[Tensor], values: list[Tensor] | None = None) -> None:
+def assert_equals_brute_force(found: Measurement, weights: list[Tensor], values: list[Tensor] | None = None) -> None:
     assert len(weights) == len(found.sites)
     assert [site.heads for site in found.sites] == [len(p) for p in weights]
     measured = {**found.numbers, **found.spectral}
@@ -82,9 +84,9 @@ def compare(found: Measurement, weights: list[Tensor], values: list[Tensor] | No
     for index, p in enumerate(weights):
         stop = start + len(p)
         for name, expected in brute_force(p.double(), None if values is None else values[index]).items():
-            got = measured[name][start:stop]
+            actual = measured[name][start:stop]
             scale = expected.abs().clamp(min=1e-2)  # masses and errors near zero are compared absolutely
-            worst = ((got - expected).abs() / scale).max().item()
+            worst = ((actual - expected).abs() / scale).max().item()
             assert worst < 1e-4, f"{found.sites[index].name}: {name} is {worst:.1e} from brute force"
         start = stop
 
@@ -94,12 +96,10 @@ def test_numbers_equal_brute_force(family: str) -> None:
     model, batch = ALL[family]()
     model = sharpen(model)
     values: list[Tensor] = []
-    from headwise.models.intercept import intercept
-
     with torch.no_grad(), intercept(model, lambda call: values.append(call.v[0].double())):
         model(**batch)
     (found,) = observe(model, batch)
-    compare(found, attentions(model, batch), values)
+    assert_equals_brute_force(found, attentions(model, batch), values)
 
 
 def test_torch_encoder_equals_brute_force() -> None:
@@ -112,7 +112,7 @@ def test_torch_encoder_equals_brute_force() -> None:
             weights.append(layer.self_attn(x, x, x, need_weights=True, average_attn_weights=False)[1][0])
             x = layer(x)
     (found,) = observe(model, batch)
-    compare(found, weights)
+    assert_equals_brute_force(found, weights)
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
@@ -134,13 +134,11 @@ def test_contribution_is_the_norm_that_reaches_the_stream(family: str) -> None:
     """||P V W_O|| per head, computed from the model's own matrices."""
     model, batch = ALL[family]()
     model = sharpen(model)
-    from headwise.models.intercept import intercept
-
     outputs: list[Tensor] = []
 
     def see(call) -> None:
-        p = torch.softmax(call.scores.dense().double(), -1)
-        outputs.append((p @ call.v.double())[0])
+        mask = call.mask.sdpa_arguments(call.q.dtype)
+        outputs.append(attention(call.q, call.k, call.v, scale=call.scale, **mask)[0].double())
 
     with torch.no_grad(), intercept(model, see):
         model(**batch)
@@ -187,16 +185,19 @@ def test_long_texts_agree_with_the_exact_spectrum(monkeypatch: pytest.MonkeyPatc
     """Beyond the exact size the leading values come from block Krylov; both ways must agree where both apply."""
     from headwise.examination.measure import spectra as module
     from headwise.operators._kernels.scores import Scores
+    from headwise.operators.masks import Mask
 
     q, k, v = (torch.randn(2, 600, 16) * 2 for _ in range(3))
-    scores = Scores(q, k, 0.25)
+    scores = Scores(q, k, 0.25, Mask(q.shape[-2], k.shape[-2]))
     output = torch.softmax(scores.dense(), -1) @ v
     exact = module.spectra(scores, output)
     monkeypatch.setattr(module, "EXACT", 100)
     krylov = module.spectra(scores, output)
-    assert exact.exact
-    assert not krylov.exact
+    assert all(head.spectrum.exact for head in exact)
+    assert not any(head.spectrum.exact for head in krylov)
+    found, expected = evaluate_spectra(krylov), evaluate_spectra(exact)
     for name in ("sigma_1", "sigma_ratio", "stable_rank", "energy_64", "output_error_64"):
-        torch.testing.assert_close(krylov.numbers[name], exact.numbers[name], rtol=1e-3, atol=1e-4, msg=name)
-    torch.testing.assert_close(krylov.leading[:, :32], exact.leading[:, :32], rtol=1e-3, atol=0)
-    assert (krylov.numbers["effective_rank"] >= exact.numbers["effective_rank"] * 0.999).all()
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4, msg=name)
+    for one, other in zip(krylov, exact, strict=True):
+        torch.testing.assert_close(one.values[:32], other.values[:32], rtol=1e-3, atol=0)
+    assert (found["effective_rank"] >= expected["effective_rank"] * 0.999).all()

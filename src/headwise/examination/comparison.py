@@ -2,8 +2,8 @@
 
     z = |mean_A - mean_B| / sqrt(std_A^2 + std_B^2 + (1 % of the larger mean)^2)
 
-says by how many of its own spreads over texts a measure of a head moved; the small floor keeps a measure that never
-varies from counting as infinitely far.
+is how far a measure of a head moved, in units of its spread over texts; the floor of 1 % keeps a measure that does not
+vary over texts from giving an infinite z.
 """
 
 from __future__ import annotations
@@ -17,25 +17,15 @@ from typing import Any
 from headwise.errors import InputError
 from headwise.examination.record import SCHEMA
 
-MEASURES = (
-    "effective_rank",
-    "entropy",
-    "output_error_64",
-    "sink_mass",
-    "mass_within_16",
-    "toeplitz_error",
-    "contribution",
-)
-
 
 @dataclass(frozen=True)
-class HeadChange:
-    """One head in both: its kinds, its largest move, and the values of that measure."""
+class HeadDifference:
+    """One head in both examinations: its kinds, the measure that moved farthest, and the values of that measure."""
 
     layer: str
     head: int
-    before: str
-    after: str
+    kind_a: str
+    kind_b: str
     measure: str
     a: float
     b: float
@@ -43,12 +33,12 @@ class HeadChange:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Every head of A against the same head of B, largest change first."""
+class ExaminationComparison:
+    """Every head of A against the same head of B, largest z first."""
 
     a: str
     b: str
-    heads: list[HeadChange]
+    heads: list[HeadDifference]
     kinds_changed: int
     residual_a: list[float]
     residual_b: list[float]
@@ -57,15 +47,17 @@ class Comparison:
         return asdict(self)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_report(path: Path) -> dict[str, Any]:
     """report.json of a directory, or the file itself."""
     file = path / "report.json" if path.is_dir() else path
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror or error}; give a directory made by examine") from error
+        raise InputError(
+            f"cannot read {file}: {error.strerror or error}; name a directory that `headwise examine` wrote"
+        ) from error
     except ValueError as error:
-        raise InputError(f"{file} is not JSON ({error}); give a report.json made by examine") from error
+        raise InputError(f"{file} is not JSON ({error}); name a report.json that `headwise examine` wrote") from error
     if not isinstance(facts, dict) or "records" not in facts:
         raise InputError(f"{file} is not an examination: it has no records")
     if facts.get("schema") != SCHEMA:
@@ -75,33 +67,34 @@ def read(path: Path) -> dict[str, Any]:
     return facts
 
 
-def compare(a: dict[str, Any], b: dict[str, Any]) -> Comparison:
-    """The same heads in two examinations, paired by layer and head."""
-    first, second = ({(r["layer"], r["head"]): r for r in facts["records"]} for facts in (a, b))
-    shared = [key for key in first if key in second]
+def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationComparison:
+    """The heads that are in both examinations (as `read_report` returns them), paired by layer and head."""
+    heads_a, heads_b = ({(r["layer"], r["head"]): r for r in facts["records"]} for facts in (a, b))
+    shared = [key for key in heads_a if key in heads_b]
     if not shared:
         raise InputError(
-            f"{a['model']['name']} and {b['model']['name']} share no head: their layers are called differently "
-            f"({next(iter(first))[0]} and {next(iter(second))[0]})"
+            f"{a['model']['name']} and {b['model']['name']} share no head: their layers have different names "
+            f"({next(iter(heads_a))[0]} and {next(iter(heads_b))[0]})"
         )
-    heads = sorted((_change(first[key], second[key]) for key in shared), key=lambda change: -change.z)
-    return Comparison(
+    names = [measure["name"] for measure in a["measures"] if measure["compared"]]
+    heads = sorted((_difference(heads_a[key], heads_b[key], names) for key in shared), key=lambda head: -head.z)
+    return ExaminationComparison(
         a["model"]["name"],
         b["model"]["name"],
         heads,
-        sum(change.before != change.after for change in heads),
+        sum(head.kind_a != head.kind_b for head in heads),
         a["layers"].get("relative_residual", []),
         b["layers"].get("relative_residual", []),
     )
 
 
-def _change(a: dict[str, Any], b: dict[str, Any]) -> HeadChange:
+def _difference(a: dict[str, Any], b: dict[str, Any], names: list[str]) -> HeadDifference:
     moves = []
-    for name in MEASURES:
+    for name in names:
         x, y = a["measures"].get(name), b["measures"].get(name)
         if x and y and x["mean"] is not None and y["mean"] is not None:
             floor = 0.01 * max(abs(x["mean"]), abs(y["mean"])) or 1e-12
             spread = math.sqrt((x["std"] or 0) ** 2 + (y["std"] or 0) ** 2 + floor**2)
             moves.append((abs(x["mean"] - y["mean"]) / spread, name, x["mean"], y["mean"]))
-    z, name, before, after = max(moves, default=(0.0, "", 0.0, 0.0))
-    return HeadChange(a["layer"], a["head"], a["kind"], b["kind"], name, before, after, z)
+    z, name, mean_a, mean_b = max(moves, default=(0.0, "", 0.0, 0.0))
+    return HeadDifference(a["layer"], a["head"], a["kind"], b["kind"], name, mean_a, mean_b, z)

@@ -1,0 +1,126 @@
+"""Examine a model over many batches: streaming, resumable, and over several processes with the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from headwise.errors import InputError
+from headwise.examination.measure.observe import ExaminedSite, Measurement, observe
+from headwise.examination.measure.streaming import CHUNK
+from headwise.examination.record import SCHEMA, Examination
+from headwise.examination.report.excerpt import make_excerpt
+from headwise.examination.summary import summarise
+from headwise.models.fingerprint import check_weights, versions
+from headwise.models.run import Batch, eval_mode
+from headwise.outputs import atomic
+
+SPECTRA_EVERY = 8
+"""A spectrum takes about ten forward passes at 512 tokens; on every eighth batch it takes about one per batch."""
+
+
+def examine(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    name: str | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    token_names: Callable[[Batch], list[list[str]]] | None = None,
+    spectra_every: int = SPECTRA_EVERY,
+    block_bytes: int | None = None,
+    seed: int = 0,
+    partial_directory: Path | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Examination:
+    """Measure every head of `model` over `batches`: keyword tensors, a sequence of tensors, or one tensor each.
+
+    name               name of the model in the report; default: its class
+    inputs             where the batches came from, for the report
+    provenance         such as the command, for the report
+    token_names        strings for the positions of each sequence of a batch, for the excerpt in the report
+    spectra_every      spectra are measured on batches 0, spectra_every, 2 spectra_every ...; 0: never
+    block_bytes        memory that blocks of P may take; the default fits into the cache
+    partial_directory  existing directory that keeps the result of each batch; those it already holds are not measured
+                       again
+    progress           called with the number of batches done
+
+    If torch.distributed is initialised, the processes share the batches and each returns the whole result.
+    """
+    check_weights(model)
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    measured: dict[int, list[Measurement]] = {}
+    excerpt: dict[str, Any] = {}
+    # scores, exponentials, the padded block and temporaries: four floats for each entry of P
+    entries = CHUNK if block_bytes is None else max(1 << 12, block_bytes // 16)
+    with eval_mode(model):
+        for index, batch in enumerate(batches):
+            if index == 0 and rank == 0:
+                excerpt = make_excerpt(model, batch, token_names)
+            if index % processes == rank:
+                file = None if partial_directory is None else partial_directory / f"batch-{index:06d}.pt"
+                if file is not None and file.exists():
+                    measured[index] = load_measurements(file)
+                else:
+                    measured[index] = observe(
+                        model,
+                        batch,
+                        with_spectra=spectra_every > 0 and index % spectra_every == 0,
+                        entries=entries,
+                        generator=torch.Generator().manual_seed(seed + index),
+                    )
+                    if file is not None:
+                        save_measurements(measured[index], file)
+            if progress is not None:
+                progress(index + 1)
+    if processes > 1:
+        measured = _gather(measured)
+    if not measured:
+        raise InputError("no batches: give at least one text, image or recording")
+    return summarise(
+        [x for index in sorted(measured) for x in measured[index]],
+        model=_describe(model, name),
+        inputs={"batches": len(measured), **(inputs or {})},
+        provenance={
+            "schema": SCHEMA,
+            "seed": seed,
+            "spectra_every": spectra_every,
+            **versions(),
+            **(provenance or {}),
+        },
+        excerpt=excerpt,
+    )
+
+
+def save_measurements(measurements: list[Measurement], path: Path) -> None:
+    rows = [{**vars(x), "sites": [asdict(site) for site in x.sites]} for x in measurements]
+    with atomic(path) as temporary:
+        torch.save(rows, temporary)
+
+
+def load_measurements(path: Path) -> list[Measurement]:
+    """What `save_measurements` wrote; only tensors and plain values are unpickled."""
+    rows = torch.load(path, weights_only=True)
+    return [Measurement(**{**row, "sites": [ExaminedSite(**site) for site in row["sites"]]}) for row in rows]
+
+
+def _gather(measured: dict[int, list[Measurement]]) -> dict[int, list[Measurement]]:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, measured)
+    return {index: found for part in parts for index, found in part.items()}
+
+
+def _describe(model: nn.Module, name: str | None) -> dict[str, Any]:
+    weights = list(model.parameters())
+    return {
+        "name": name or type(model).__name__,
+        "class": type(model).__name__,
+        "parameters": sum(weight.numel() for weight in weights),
+        "dtype": str(weights[0].dtype).removeprefix("torch.") if weights else "none",
+    }
