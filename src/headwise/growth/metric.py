@@ -68,7 +68,7 @@ def roots(problem: Problem, metric: str = "gram", damping: float = DAMPING) -> t
 
 
 def _gram(problem: Problem) -> tuple[Tensor, Tensor]:
-    """All scores count alike."""
+    """All scores have the same weight."""
     return problem.gram_q, problem.gram_k
 
 
