@@ -2,7 +2,7 @@
 
 For S = X_q Z X^T, ||dS||_F = ||G_q^(1/2) dZ G_k^(1/2)||_F with G_q = X_q^T X_q, G_k = X^T X.  In these coordinates the
 best approximation of rank r is the truncated singular value decomposition (Eckart & Young 1936); in the coordinates of
-the weights themselves it is not.  Derived in docs/theory/grow.md.
+the weights themselves it is not.  Derived in docs/explanation/growth-derivation.md.
 
 A metric is a function of a `Problem` that returns (G_q, G_k).  `register_metric` makes it available by name: heads can
 be ranked in it (`Grower.scores(metric=…)`), and the line search tries the closed-form solution in it.
@@ -37,7 +37,7 @@ METRICS: dict[str, Metric] = {}
 
 
 def register_metric(name: str, metric: Metric) -> None:
-    """Make `metric` available under `name`; see docs/grow.md for an example."""
+    """Make `metric` available under `name`; see docs/how-to/add-a-growth-metric.md."""
     if name in METRICS or name == "refit":  # the one solution that has no metric
         raise InputError(f"register_metric: there is already a metric {name!r}; choose another name")
     METRICS[name] = metric
