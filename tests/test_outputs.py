@@ -80,3 +80,5 @@ def test_a_line_cut_off_is_skipped(tmp_path: Path) -> None:
     with file.open("a") as out:
         out.write('["b", ')
     assert read_lines(file) == {"a": [2, None]}
+    append_line(file, "c", 3)  # on a line of its own
+    assert read_lines(file) == {"a": [2, None], "c": 3}

@@ -100,9 +100,13 @@ def partial_results(path: Path, key: str) -> Path:
 
 
 def append_line(path: Path, key: str, value: Any) -> None:
-    """Append one [key, value] record to a JSON-lines file."""
-    with _named(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps([key, value]) + "\n")
+    """Append one [key, value] record to a JSON-lines file, on a new line even if an interruption cut off the last."""
+    with _named(path), path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps([key, value]).encode() + b"\n")
 
 
 def read_lines(path: Path) -> dict[str, Any]:

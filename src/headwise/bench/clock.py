@@ -1,15 +1,21 @@
-"""Times as medians with a spread, calls taken in turns so that a busy machine slows all of them alike."""
+"""Times as medians with a spread; calls are timed in turns, so that a busy machine slows all of them alike."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import final
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
 
 
+@final
 @dataclass(frozen=True)
 class Timing:
     """Seconds: the median, and the distance between quartiles, NaN where there is only one."""
@@ -21,14 +27,20 @@ class Timing:
         return self.median / other.median
 
 
-def in_turns(
-    work: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int = 5,
-    seconds: float = 20.0,
-    done: Callable[[], object] | None = None,
-) -> dict[str, Timing]:
-    """Every call once a round, after one round to warm up; fewer rounds (never fewer than one) beyond `seconds`."""
+@final
+@dataclass(frozen=True)
+class Times:
+    """Of a forward pass without gradients, and of a forward and backward pass."""
+
+    forward: Timing
+    forward_backward: Timing
+
+    def over(self, other: Times) -> tuple[float, float]:
+        return self.forward.over(other.forward), self.forward_backward.over(other.forward_backward)
+
+
+def in_turns(work: Mapping[str, Call], *, rounds: int = 5, seconds: float = 20.0) -> dict[str, Timing]:
+    """Time every call once per round, after a warm-up round; at least one round, and none begins after `seconds`."""
     times: dict[str, list[float]] = {name: [] for name in work}
     start = time.perf_counter()
     for turn in range(rounds + 1):
@@ -37,14 +49,12 @@ def in_turns(
             call()
             if turn:
                 times[name].append(time.perf_counter() - begin)
-        if done is not None:
-            done()
         if turn and time.perf_counter() - start > seconds:
             break
     return {name: timing(x) for name, x in times.items()}
 
 
-def timing(seconds: list[float]) -> Timing:
+def timing(seconds: Sequence[float]) -> Timing:
     if len(seconds) == 1:
         return Timing(seconds[0], math.nan)
     if len(seconds) < 3:
@@ -53,7 +63,27 @@ def timing(seconds: list[float]) -> Timing:
     return Timing(middle, high - low)
 
 
-def without_nan(found: dict[str, Any]) -> dict[str, Any]:
-    """NaN is no JSON."""
-    parts = {key: without_nan(x) if isinstance(x, dict) else x for key, x in found.items()}
-    return {key: None if x != x else x for key, x in parts.items()}
+def forward_and_backward(
+    run: Callable[[], Tensor], inputs: Sequence[Tensor], gradient: Tensor | None = None
+) -> tuple[Call, Call]:
+    """Two calls: `run` without gradients, and `run` with the gradients of its output (or of its sum) for `inputs`."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            run()
+
+    def backward() -> None:
+        out = run()
+        out = out.sum() if gradient is None else out
+        torch.autograd.grad(out, inputs, gradient, allow_unused=True)
+
+    return forward, backward
+
+
+def times_in_turns(
+    work: Mapping[str, tuple[Call, Call]], *, rounds: int = 5, seconds: float = 60.0
+) -> dict[str, Times]:
+    """Forward passes of all work in turns, then forward and backward passes, for twice as many seconds."""
+    forward = in_turns({name: calls[0] for name, calls in work.items()}, rounds=rounds, seconds=seconds)
+    backward = in_turns({name: calls[1] for name, calls in work.items()}, rounds=rounds, seconds=2 * seconds)
+    return {name: Times(forward[name], backward[name]) for name in work}

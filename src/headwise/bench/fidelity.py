@@ -1,28 +1,33 @@
-"""||P' v - P v|| / ||P v||: how far each operator is from exact softmax attention on given q and k, against its cost.
+"""||P' v - P v|| / ||P v||: the distance of each operator from softmax attention on given q, k and v, and its cost.
 
-Efficient and factored attention are other operators, not approximations; their distance says how much a model trained
-with softmax would notice, not how good they are to train with.
+Efficient and factored attention are not approximations of softmax: their distance says how much the output of a model
+trained with softmax would change, not how well a model trains with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import final
 
 import torch
 from torch import Tensor
 
-from headwise.bench.cases import ENTRIES
+from headwise.bench.cases import CASES
 from headwise.errors import HeadwiseError
-from headwise.operators.softmax import softmax
+from headwise.operators import Claim, softmax
 
 
+@final
 @dataclass(frozen=True)
 class Fidelity:
+    """The distance of one operator from softmax attention, and its cost."""
+
     name: str
     error: float  # relative, over all heads
     worst: float  # of any one head
-    cost: float  # multiply-adds relative to exact attention's
+    cost: float  # multiply-adds relative to those of softmax attention
     causal: bool
 
     def to_dict(self) -> dict[str, object]:
@@ -36,47 +41,44 @@ def random_heads(n: int, *, heads: int = 8, width: int = 64, seed: int = 0) -> t
     return q, k, v
 
 
-def fidelity(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Fidelity], dict[str, str]]:
-    """Every operator of the table against exact attention, and why the others cannot take these tensors."""
-    rows, refused = [], {}
-    n, d = k.shape[-2], v.shape[-1]
-    exact = {causal: softmax(q, k, causal=causal) for causal in (False, True)}
-    targets = {causal: op(v) for causal, op in exact.items()}
-    for name, entry in ENTRIES.items():
-        if name == "exact":
-            continue
-        try:
-            operator = entry.build(n)(q, k)
-            causal = bool({claim.name for claim in operator.claims} & {"CAUSAL"})
-            out, target = operator(v), targets[causal]
-        except HeadwiseError as error:
-            refused[name] = str(error)
-            continue
-        wrong, size = (out - target).norm(dim=(-2, -1)), target.norm(dim=(-2, -1))
-        cost = operator.cost(d).multiply_adds / exact[causal].cost(d).multiply_adds
-        rows.append(Fidelity(name, (wrong.norm() / size.norm()).item(), (wrong / size).max().item(), cost, causal))
-    return sorted(rows, key=lambda row: row.cost), refused
+def measure_fidelity(layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[Fidelity], dict[str, str]]:
+    """Every operator against softmax attention on the (q, k, v) of each layer, the cheapest first.
 
-
-def fidelity_over(
-    layers: Sequence[tuple[Tensor, Tensor, Tensor]],
-) -> tuple[list[Fidelity], dict[str, str]]:
-    """The same over several layers of a model: errors as means over layers, the worst head of all of them."""
-    found: dict[str, list[Fidelity]] = {}
+    Errors and costs are means over layers.  Also returned are the messages of operators that do not take the tensors.
+    """
+    by_name: dict[str, list[Fidelity]] = {}
     refused: dict[str, str] = {}
     for q, k, v in layers:
-        rows, why = fidelity(q, k, v)
-        refused.update(why)
-        for row in rows:
-            found.setdefault(row.name, []).append(row)
+        for row in _one_layer(q, k, v, refused):
+            by_name.setdefault(row.name, []).append(row)
     means = [
         Fidelity(
             name,
-            sum(row.error for row in rows) / len(rows),
+            fmean(row.error for row in rows),
             max(row.worst for row in rows),
-            sum(row.cost for row in rows) / len(rows),
+            fmean(row.cost for row in rows),
             rows[0].causal,
         )
-        for name, rows in found.items()
+        for name, rows in by_name.items()
     ]
     return sorted(means, key=lambda row: row.cost), refused
+
+
+def _one_layer(q: Tensor, k: Tensor, v: Tensor, refused: dict[str, str]) -> Iterator[Fidelity]:
+    n, d = k.shape[-2], v.shape[-1]
+    exact = {causal: softmax(q, k, causal=causal) for causal in (False, True)}
+    references = {causal: op(v) for causal, op in exact.items()}
+    for name, case in CASES.items():
+        if name == "softmax":
+            continue
+        try:
+            operator = case.build(n)(q, k)
+            out = operator(v)
+        except HeadwiseError as refusal:
+            refused[name] = str(refusal)
+            continue
+        causal = Claim.CAUSAL in operator.claims
+        reference = references[causal]
+        error, size = (out - reference).norm(dim=(-2, -1)), reference.norm(dim=(-2, -1))
+        cost = operator.cost(d).multiply_adds / exact[causal].cost(d).multiply_adds
+        yield Fidelity(name, (error.norm() / size.norm()).item(), (error / size).max().item(), cost, causal)

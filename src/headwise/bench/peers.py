@@ -1,21 +1,23 @@
-"""The same layer by other packages, in the same run: width 512, 8 heads, one sequence, forward and with backward.
+"""The same layer by other packages, in the same run: width 512, 8 heads, one sequence, with and without backward.
 
-Packages that are not installed are named as absent; none is a dependency.  A layer is compared with ours of the same
-idea and the same parameters (no bias but that of the output; E and F learned), its linear maps included on both sides,
-so layers differ less than their attention does.
+Packages that are not installed are skipped; none is a dependency.  A layer is compared with ours of the same idea and
+the same parameters (no bias but that of the output; E and F learned), linear maps included on both sides, so layers
+differ less than their attention does.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from headwise.bench.cases import RANK, entry
-from headwise.bench.clock import Timing, in_turns, without_nan
+from headwise.bench.cases import CASES, RANK
+from headwise.bench.clock import Call, Times, forward_and_backward, times_in_turns
 from headwise.errors import InputError
 from headwise.nn.builders import LearnedProjection
 from headwise.nn.linformer_attention import LinformerAttention
@@ -23,37 +25,39 @@ from headwise.nn.multihead import MultiHead
 from headwise.operators import projected
 
 WIDTH, HEADS = 512, 8
-Layer = Callable[[int], nn.Module]
 
 
+@final
 @dataclass(frozen=True)
 class Peer:
-    """A layer `make(n)` of another package, the operator of ours it is compared with, and what to install."""
+    """A layer `make(n)` of another package, the operator it is compared with, and the package to install."""
 
     name: str
     ours: str
     module: str
     package: str
-    make: Layer
+    make: Callable[[int], nn.Module]
     longest: int = 65536
 
     @property
-    def present(self) -> bool:
+    def installed(self) -> bool:
         return importlib.util.find_spec(self.module) is not None
+
+
+class _SelfAttention(nn.Module):
+    """`call(layer, x)` as a module of x alone."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layer, x)
 
 
 def _torch(n: int) -> nn.Module:
     layer = nn.MultiheadAttention(WIDTH, HEADS, bias=False, batch_first=True)
-
-    class SelfAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x, x, x, need_weights=False)[0]
-
-    return SelfAttention()
+    return _SelfAttention(layer, lambda layer, x: layer(x, x, x, need_weights=False)[0])
 
 
 def _linformer(n: int) -> nn.Module:
@@ -106,137 +110,114 @@ def _linear(n: int) -> nn.Module:
 def _x_transformers(n: int) -> nn.Module:
     from x_transformers import Attention  # pyright: ignore[reportMissingImports]
 
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Attention(WIDTH, dim_head=WIDTH // HEADS, heads=HEADS, flash=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.layer(x)
-            return out[0] if isinstance(out, tuple) else out
-
-    return First()
+    layer = Attention(WIDTH, dim_head=WIDTH // HEADS, heads=HEADS, flash=True)
+    return _SelfAttention(layer, lambda layer, x: out[0] if isinstance(out := layer(x), tuple) else out)
 
 
-PEERS = (
-    Peer("torch.nn.MultiheadAttention", "exact", "torch", "torch", _torch, 16384),
-    Peer("x-transformers (flash)", "exact", "x_transformers", "x-transformers", _x_transformers, 16384),
-    Peer("linformer", "projected 256", "linformer", "linformer", _linformer),
-    Peer("linformer-pytorch", "projected 256", "linformer_pytorch", "linformer-pytorch", _linformer_pytorch),
-    Peer("reformer-pytorch", "hashed", "reformer_pytorch", "reformer-pytorch", _reformer),
-    Peer("performer-pytorch", "efficient", "performer_pytorch", "performer-pytorch", _performer),
-    Peer(
-        "linear-attention-transformer",
-        "efficient",
-        "linear_attention_transformer",
-        "linear-attention-transformer",
-        _linear,
-    ),
-    Peer("nystrom-attention", "nystrom 256", "nystrom_attention", "nystrom-attention", _nystrom),
-    Peer("local-attention", "window 128", "local_attention", "local-attention", _local),
-)
-SHORTENED = "shortened 256"
-"""The layer that projects before it maps; what it computes is `projected 256`."""
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("torch.nn.MultiheadAttention", "softmax", "torch", "torch", _torch, 16384),
+        Peer("x-transformers (flash)", "softmax", "x_transformers", "x-transformers", _x_transformers, 16384),
+        Peer("linformer", "projected 256", "linformer", "linformer", _linformer),
+        Peer("linformer-pytorch", "projected 256", "linformer_pytorch", "linformer-pytorch", _linformer_pytorch),
+        Peer("reformer-pytorch", "hashed", "reformer_pytorch", "reformer-pytorch", _reformer),
+        Peer("performer-pytorch", "efficient", "performer_pytorch", "performer-pytorch", _performer),
+        Peer(
+            "linear-attention-transformer",
+            "efficient",
+            "linear_attention_transformer",
+            "linear-attention-transformer",
+            _linear,
+        ),
+        Peer("nystrom-attention", "nystrom 256", "nystrom_attention", "nystrom-attention", _nystrom),
+        Peer("local-attention", "window 128", "local_attention", "local-attention", _local),
+    )
+}
+
+LINFORMER = "LinformerAttention 256"
+"""The layer that projects before it maps; it computes the same as `projected 256`."""
+
 OURS = (
-    "exact",
+    "softmax",
     "window 128",
     "strided",
     "fixed",
     "hashed",
     "projected 256",
-    SHORTENED,
+    LINFORMER,
     "efficient",
     "factored pooling",
     "nystrom 256",
 )
 
 
+@final
 @dataclass(frozen=True)
-class Comparison:
-    """One layer at one length; ratios are its time over that of ours with the same idea (for ours, exact's over it)."""
+class LayerTimes:
+    """A layer at one length, and how its time compares with that of the layer `against`, forward and with backward.
+
+    For a peer: its time over the time of our layer of the same kind.  For ours: softmax's time over its time.
+    """
 
     name: str
     n: int
-    forward: Timing
-    both: Timing
+    times: Times
     against: str
-    ratio_forward: float
-    ratio_both: float
+    ratios: tuple[float, float]
 
     def to_dict(self) -> dict[str, object]:
-        return without_nan(asdict(self))
+        return asdict(self)
 
 
-def ours(name: str, n: int) -> nn.Module:
-    """A layer of ours for n positions by its name in the table."""
+def our_layer(name: str, n: int) -> nn.Module:
+    """Our layer of this name for n positions."""
     rank = min(n, RANK)
-    if name == SHORTENED:
+    if name == LINFORMER:
         return LinformerAttention(WIDTH, HEADS, n, rank, bias=False, out_bias=True)
     learned = LearnedProjection(projected, n, rank, shared=False) if name == "projected 256" else None
-    return MultiHead(WIDTH, HEADS, build=learned or entry(name).build(n), bias=False, out_bias=True)
+    return MultiHead(WIDTH, HEADS, build=learned or CASES[name].build(n), bias=False, out_bias=True)
 
 
-def absent() -> list[Peer]:
-    return [peer for peer in PEERS if not peer.present]
-
-
-def compare(
-    n: int, *, names: Collection[str] | None = None, rounds: int = 5, seconds: float = 60.0
-) -> tuple[list[Comparison], dict[str, str]]:
-    """Every installed peer and every layer of ours in turns at one length; and why a peer could not run."""
-    torch.manual_seed(0)
-    if names is not None:
-        known = [*OURS, *(peer.name for peer in PEERS)]
-        if unknown := [name for name in names if name not in known]:
-            raise InputError(f"bench peers: {unknown[0]!r} is not among {', '.join(known)}")
-        names = {*names, *(peer.ours for peer in PEERS if peer.name in names)}  # a peer runs against something
-    layers: dict[str, nn.Module] = {}
-    against: dict[str, str] = {}
-    failed: dict[str, str] = {}
+def layer_calls(name: str, n: int) -> tuple[Call, Call] | None:
+    """The forward and the forward and backward call of a layer, ours or a peer's; None if it is not installed."""
+    if name in PEERS and not PEERS[name].installed:
+        return None
+    layer = our_layer(name, n) if name in OURS else PEERS[name].make(n)
     x = torch.randn(1, n, WIDTH, requires_grad=True)
-    for name in OURS:
-        if (name == SHORTENED or n <= entry(name).longest) and (names is None or name in names):
-            layers[name] = ours(name, n)
-    for peer in PEERS:
-        if peer.present and n <= peer.longest and (names is None or peer.name in names):
-            try:
-                layer = peer.make(n)
-                backward_of(layer, x)()
-            except Exception as error:  # another package's, of any version: whatever it raises is its own affair
-                failed[peer.name] = f"{type(error).__name__}: {error}"
-                continue
-            layers[peer.name], against[peer.name] = layer, peer.ours
-    forwards = in_turns({k: forward_of(m, x) for k, m in layers.items()}, rounds=rounds, seconds=seconds)
-    boths = in_turns({k: backward_of(m, x) for k, m in layers.items()}, rounds=rounds, seconds=2 * seconds)
-    rows = []
-    for name in layers:
-        other = against.get(name)
-        if other in layers and other is not None:
-            ratios = forwards[name].over(forwards[other]), boths[name].over(boths[other])
+    return forward_and_backward(lambda: layer(x), [x, *(p for p in layer.parameters() if p.requires_grad)])
+
+
+def compare_layers(
+    n: int, *, names: Collection[str] | None = None, rounds: int = 5, seconds: float = 60.0
+) -> tuple[list[LayerTimes], dict[str, str]]:
+    """Every installed peer and every layer of ours in turns at one length; and the errors of peers that failed."""
+    torch.manual_seed(0)
+    names = [*OURS, *PEERS] if names is None else list(names)
+    for name in names:
+        if name not in OURS and name not in PEERS:
+            raise InputError(f"bench peers: there is no layer {name!r}; there are {', '.join([*OURS, *PEERS])}")
+    chosen = {*names, *(PEERS[name].ours for name in names if name in PEERS)}  # a peer needs something to compare with
+    longest = {LINFORMER: n, **{name: case.longest for name, case in CASES.items()}}
+    longest |= {name: peer.longest for name, peer in PEERS.items()}
+    work: dict[str, tuple[Call, Call]] = {}
+    failed: dict[str, str] = {}
+    for name in (name for name in (*OURS, *PEERS) if name in chosen and n <= longest[name]):
+        try:
+            calls = layer_calls(name, n)
+            if calls is not None and name in PEERS:
+                calls[1]()
+        except Exception as error:
+            if name not in PEERS:  # whatever another package raises is reported, not raised
+                raise
+            failed[name] = f"{type(error).__name__}: {error}"
         else:
-            other = "exact"
-            both = "exact" in layers
-            ratios = (
-                (forwards["exact"].over(forwards[name]), boths["exact"].over(boths[name]))
-                if both
-                else (float("nan"),) * 2
-            )
-        rows.append(Comparison(name, n, forwards[name], boths[name], other, *ratios))
+            work |= {} if calls is None else {name: calls}
+    times = times_in_turns(work, rounds=rounds, seconds=seconds)
+    rows = []
+    for name in work:
+        against = PEERS[name].ours if name in PEERS else "softmax"
+        pair = (name, against) if name in PEERS else (against, name)
+        ratios = times[pair[0]].over(times[pair[1]]) if against in times else (math.nan, math.nan)
+        rows.append(LayerTimes(name, n, times[name], against, ratios))
     return rows, failed
-
-
-def forward_of(layer: nn.Module, x: Tensor) -> Callable[[], object]:
-    def call() -> None:
-        with torch.no_grad():
-            layer(x)
-
-    return call
-
-
-def backward_of(layer: nn.Module, x: Tensor) -> Callable[[], object]:
-    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
-
-    def call() -> None:
-        torch.autograd.grad(layer(x).sum(), wanted, allow_unused=True)
-
-    return call

@@ -1,4 +1,4 @@
-"""The complexity table as a measurement: every operator over a geometric range of n, fitted exponents beside claims."""
+"""Time, memory and counted operations of every operator over a geometric range of n, with fitted exponents."""
 
 from __future__ import annotations
 
@@ -6,36 +6,45 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, final
 
-from headwise.bench.cases import ENTRIES, RECURRENT
-from headwise.bench.clock import without_nan
+from headwise.bench.cases import CASES, RECURRENT
 from headwise.errors import HeadwiseError, InputError
+from headwise.outputs import append_line, read_lines
 from headwise.theory.complexity import Exponent, exponent
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 QUICK = (256, 512, 1024)
 RANKS = (64, 128, 256, 512)
-FITTED = ("forward", "both", "multiply_adds")
+FITTED = ("forward", "forward_backward", "multiply_adds")
 PROJECTIONS = ("factored pooling", "factored CountSketch", "factored dense")
 
 
+@final
 @dataclass(frozen=True)
-class Job:
+class ScalingJob:
+    """One operator at one length; `rank` slots instead of the default for a projection."""
+
     name: str
     n: int
     rank: int | None = None
     heads: int = 8
     width: int = 64
 
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self))
 
+
+@final
 @dataclass(frozen=True)
 class Scaling:
-    """Everything measured, by job; a table and figures are made from this."""
+    """All measurements, by job: seconds, megabytes, multiply-adds and depth."""
 
-    results: dict[Job, dict[str, float]] = field(default_factory=dict)
+    results: dict[ScalingJob, dict[str, float]] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         return list(dict.fromkeys(job.name for job in self.results if job.rank is None))
@@ -45,121 +54,88 @@ class Scaling:
         return [n for n, _ in rows], [x for _, x in rows]
 
     def exponent(self, name: str, what: str) -> Exponent:
-        """Over the four longest lengths: below them constant costs hide the law."""
-        n, seconds = self.curve(name, what)
-        return exponent(n[-4:], seconds[-4:])
+        """Fitted over the four longest lengths: below them constant costs dominate."""
+        n, values = self.curve(name, what)
+        return exponent(n[-4:], values[-4:])
 
     def by_rank(self, name: str, what: str) -> list[tuple[int, float]]:
         return sorted((job.rank, x[what]) for job, x in self.results.items() if job.name == name and job.rank)
 
     def to_dict(self) -> dict[str, object]:
-        rows = [without_nan({**asdict(job), **x}) for job, x in self.results.items()]
-        fits = {
-            name: {
-                what: without_nan(asdict(self.exponent(name, what))) for what in ("forward", "both", "multiply_adds")
-            }
-            for name in self.names()
-        }
-        return {"schema": 1, "rows": rows, "exponents": fits, "claims": {n: claim(n)[0] for n in self.names()}}
+        fits = {name: {what: asdict(self.exponent(name, what)) for what in FITTED} for name in self.names()}
+        rows = [{**asdict(job), **x} for job, x in self.results.items()]
+        return {"schema": 2, "rows": rows, "exponents": fits, "claims": {n: claim(n) for n in self.names()}}
 
 
-def claim(name: str) -> tuple[str, float]:
-    """What the source says, as text and as an exponent of n."""
-    return ("O(n), n steps", 1.0) if name == RECURRENT else (ENTRIES[name].claim, ENTRIES[name].exponent)
+def claim(name: str) -> str:
+    """The complexity that the paper of an operator claims."""
+    return "O(n), n steps" if name == RECURRENT else CASES[name].claim
 
 
-def jobs(names: Sequence[str] | None, lengths: Sequence[int], *, ranks: bool) -> list[Job]:
-    """Every operator at every length that it can do in minutes; projections over their number of slots."""
-    names = [RECURRENT, *ENTRIES] if names is None else list(names)
-    if unknown := [name for name in names if name not in ENTRIES and name != RECURRENT]:
-        raise InputError(f"bench: no operator {unknown[0]!r}; there are {', '.join([RECURRENT, *ENTRIES])}")
-    longest = {name: 16384 if name == RECURRENT else ENTRIES[name].longest for name in names}
-    todo = [Job(name, n) for name in names for n in sorted(lengths) if n <= longest[name]]
+def scaling_jobs(names: Sequence[str] | None, lengths: Sequence[int], *, ranks: bool) -> list[ScalingJob]:
+    """Every operator at every length that takes minutes; with `ranks`, projections over their number of slots."""
+    names = [RECURRENT, *CASES] if names is None else list(names)
+    for name in names:
+        if name not in CASES and name != RECURRENT:
+            raise InputError(f"bench: there is no operator {name!r}; there are {', '.join([RECURRENT, *CASES])}")
+    longest = {name: 16384 if name == RECURRENT else CASES[name].longest for name in names}
+    jobs = [ScalingJob(name, n) for name in names for n in sorted(lengths) if n <= longest[name]]
     if ranks:
         n = max(n for n in lengths if n <= 16384)
-        todo += [Job(name, n, r) for name in PROJECTIONS for r in RANKS if r <= n]
-    return todo
+        jobs += [ScalingJob(name, n, r) for name in PROJECTIONS for r in RANKS if r <= n]
+    return jobs
 
 
-def run(
-    todo: Sequence[Job],
+def measure_scaling(
+    jobs: Sequence[ScalingJob],
     store: Path | None = None,
-    *,
-    rounds: int = 5,
-    seconds: float = 60.0,
-    together: bool = False,
-) -> Iterator[tuple[Job, dict[str, float]]]:
-    """Measurements as they come; those already in `store` are not made again.
-
-    All lengths of an operator are timed in turns in one process, and have their memory measured in one each.  Or,
-    `together`, everything is timed in turns in one process, which is quicker and does not know the memory.
-    """
-    known = load(store)
-    if store is not None and store.exists() and not store.read_text().endswith("\n"):
-        store.write_text(store.read_text() + "\n")  # an interrupted run left half a line
-    groups: dict[object, list[Job]] = {}
-    for job in todo:
-        groups.setdefault(None if together else (job.name, job.rank is None), []).append(job)
-    for group in groups.values():
-        if any(job not in known for job in group):
-            made = _times(group, rounds, seconds)
-            for job, found in zip(group, made, strict=True):
-                found.update({"forward_mb": math.nan, "both_mb": math.nan} if together else _memory(job))
-            if store is not None:
-                lines = [json.dumps({"job": asdict(job), "result": x}) for job, x in zip(group, made, strict=True)]
-                with store.open("a") as file:
-                    file.write("\n".join(lines) + "\n")
-            known.update(zip(group, made, strict=True))
-        yield from ((job, known[job]) for job in group)
-
-
-def load(store: Path | None) -> dict[Job, dict[str, float]]:
-    """What an earlier run left; a last line cut off by an interruption is left out."""
-    if store is None or not store.exists():
-        return {}
-    known = {}
-    for line in store.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if set(row["job"]) == {field.name for field in fields(Job)}:  # older versions measured otherwise
-            known[Job(**row["job"])] = row["result"]
-    return known
-
-
-def collect(
-    todo: Sequence[Job],
-    store: Path | None = None,
-    done: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
     *,
     rounds: int = 5,
     seconds: float = 60.0,
     together: bool = False,
 ) -> Scaling:
-    results = {}
-    found = run(todo, store, rounds=rounds, seconds=seconds, together=together)
-    for count, (job, result) in enumerate(found, start=1):
-        results[job] = result
-        if done is not None:
-            done(count)
-    return Scaling(results)
+    """Measure all jobs except those whose results are in `store`, a JSON-lines file, and add the new ones to it.
+
+    All lengths of an operator are timed in turns in one process, and the memory of each in a process of its own.  With
+    `together`, everything is timed in turns in one process, which is quicker and does not measure the memory.
+    """
+    known = {} if store is None else read_lines(store)
+    groups: dict[object, list[ScalingJob]] = {}
+    for job in jobs:
+        groups.setdefault(None if together else (job.name, job.rank is None), []).append(job)
+    done = 0
+    for group in groups.values():
+        if any(job.key not in known for job in group):
+            for job, result in zip(group, _times(group, rounds, seconds), strict=True):
+                unknown = {"forward_mb": math.nan, "forward_backward_mb": math.nan}
+                known[job.key] = result | (unknown if together else _memory(job))
+                if store is not None:
+                    append_line(store, job.key, known[job.key])
+        for _ in group:
+            progress(done := done + 1)
+    return Scaling({job: known[job.key] for job in jobs})
 
 
-def _times(group: Sequence[Job], rounds: int, seconds: float) -> list[dict[str, float]]:
-    given = {"jobs": [asdict(job) for job in group], "rounds": rounds, "seconds": seconds}
-    return _in_a_process("times", given, f"{group[0].name} at n = {', '.join(str(job.n) for job in group)}")
+def load_scaling(store: Path) -> Scaling:
+    """The measurements that earlier runs left in a JSON-lines file."""
+    return Scaling({ScalingJob(**json.loads(key)): result for key, result in read_lines(store).items()})
 
 
-def _memory(job: Job) -> dict[str, float]:
+def _times(group: Sequence[ScalingJob], rounds: int, seconds: float) -> list[dict[str, float]]:
+    arguments = {"jobs": [asdict(job) for job in group], "rounds": rounds, "seconds": seconds}
+    return _in_a_process("times", arguments, f"{group[0].name} at n = {', '.join(str(job.n) for job in group)}")
+
+
+def _memory(job: ScalingJob) -> dict[str, float]:
     return _in_a_process("memory", asdict(job), f"{job.name} at n = {job.n}")[0]
 
 
-def _in_a_process(what: str, given: dict, who: str) -> list[dict[str, float]]:
-    command = [sys.executable, "-m", "headwise.bench.worker", what, json.dumps(given)]
+def _in_a_process(what: str, arguments: dict[str, Any], who: str) -> list[dict[str, float]]:
+    # -P: modules in the current directory must not take the place of the standard library's
+    command = [sys.executable, "-P", "-m", "headwise.bench.worker", what, json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        complaint = done.stderr.strip().splitlines()
-        last = complaint[-1] if complaint else "killed, probably for want of memory"
-        raise HeadwiseError(f"bench: {who} failed: {last}")
+        lines = done.stderr.strip().splitlines()
+        raise HeadwiseError(f"bench: {who} failed: {lines[-1] if lines else 'killed, probably out of memory'}")
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,219 +1,185 @@
-"""`headwise bench scaling | peers | targets | fidelity`: what attention costs, measured here and now."""
+"""`headwise bench scaling | peers | fidelity`: measure what attention costs on this machine."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwise.cli.options import MODEL_HELP, add_json, add_output, check_at_least, is_quiet
 from headwise.cli.progress import bar
+from headwise.cli.tables import print_table
 from headwise.errors import InputError
+from headwise.outputs import json_text, writable_directory, write_json
 
 if TYPE_CHECKING:
-    from headwise.bench.scaling import Scaling
+    from headwise.bench import Scaling, Timing
 
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    if options.rounds is not None and options.rounds < 1:
-        raise InputError(f"--rounds must be at least 1, but is {options.rounds}")
-    return {"scaling": _scaling, "peers": _peers, "targets": _targets, "fidelity": _fidelity}[options.what](options)
+    check_at_least(options, rounds=1)
+    return options.command(options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="headwise bench", description="What attention costs, measured here and now.")
-    parts = parser.add_subparsers(dest="what", required=True, metavar="scaling | peers | targets | fidelity")
-    scaling = parts.add_parser("scaling", help="every operator over n: time, memory, operations, fitted exponents")
-    scaling.add_argument("--operators", nargs="+", metavar="NAME", help="some of them (default: all)")
-    peers = parts.add_parser("peers", help="the same layer by other installed packages, as ratios in one run")
-    peers.add_argument("--layers", nargs="+", metavar="NAME", help="some of them, ours and others' (default: all)")
-    targets = parts.add_parser("targets", help="every speed that was asked for, beside what is reached here")
-    targets.add_argument("--only", nargs="+", metavar="RACE", help="some of the comparisons (default: all)")
-    for part in (scaling, targets):
-        part.add_argument("-o", "--out", type=Path, default=Path("headwise-bench"), metavar="DIR")
-        part.add_argument("--fresh", action="store_true", help="measure again what an earlier run has measured")
-    fidelity = parts.add_parser("fidelity", help="distance from exact attention against cost")
-    fidelity.add_argument(
+    parser = argparse.ArgumentParser(prog="headwise bench", description="Measure what attention costs on this machine.")
+    commands = parser.add_subparsers(required=True, metavar="scaling | peers | fidelity")
+    scaling = commands.add_parser("scaling", help="every operator over n: time, memory, operations, fitted exponents")
+    scaling.add_argument("--operators", nargs="+", metavar="NAME", help="some operators (default: all)")
+    scaling.add_argument("--fresh", action="store_true", help="discard the measurements of earlier runs in DIR")
+    add_output(scaling, default="headwise-bench", help="scaling.json and scaling.svg are written here")
+    peers = commands.add_parser("peers", help="the same layer by other installed packages, as ratios in one run")
+    peers.add_argument("--layers", nargs="+", metavar="NAME", help="some layers, of headwise or others (default: all)")
+    fidelity = commands.add_parser("fidelity", help="distance of every operator from softmax attention, and its cost")
+    source = fidelity.add_mutually_exclusive_group()
+    source.add_argument(
         "--model",
         nargs="?",
-        const="",
+        const="minilm",
         metavar="MODEL",
-        help="q, k and v of every layer of a model that reads a text (default: all-MiniLM-L6-v2)",
+        help=f"use q, k and v of every layer of a model that reads a text: {MODEL_HELP}",
     )
-    fidelity.add_argument(
+    source.add_argument(
         "--tensors", type=Path, metavar="FILE", help="q, k and v (*batch, n, width) saved by torch.save as a dictionary"
     )
-    for part, lengths in ((scaling, True), (peers, True), (targets, True), (fidelity, False)):
-        part.add_argument("--n", nargs="+" if lengths else None, type=int, metavar="N", help="lengths")
-        part.add_argument("--quick", action="store_true", help="short lengths, few rounds")
-        part.add_argument("--rounds", type=int, default=None, metavar="R")
-        part.add_argument("--json", action="store_true", help="print the result as JSON")
+    for part, command in ((scaling, _scaling), (peers, _peers), (fidelity, _fidelity)):
+        nargs = None if part is fidelity else "+"
+        part.add_argument("--n", nargs=nargs, type=int, metavar="N", help="number of tokens")
+        part.add_argument("--quick", action="store_true", help="short sequences, few rounds")
+        part.add_argument("--rounds", type=int, metavar="R", help="measurements of each time (default: 5; quick: 2)")
+        add_json(part)
+        part.set_defaults(command=command)
     return parser
 
 
 def _scaling(options: argparse.Namespace) -> int:
-    from headwise.bench.scaling import LENGTHS, QUICK, collect, jobs
+    from headwise.bench.scaling import LENGTHS, QUICK, measure_scaling, scaling_jobs
 
     lengths = _lengths(options.n, QUICK if options.quick else LENGTHS)
-    rounds, seconds = options.rounds or (2 if options.quick else 5), 20.0 if options.quick else 60.0
-    todo = jobs(options.operators, lengths, ranks=options.operators is None)
-    _make(options.out)
-    store = options.out / "scaling.jsonl"
+    jobs = scaling_jobs(options.operators, lengths, ranks=options.operators is None)
+    out = writable_directory(options.out)
+    store = out / "scaling.jsonl"
     if options.fresh:
         store.unlink(missing_ok=True)
-    with bar("measuring", len(todo), quiet=options.json) as advance:
-        scaling = collect(todo, store, advance, rounds=rounds, seconds=seconds, together=options.quick)
-    files = [options.out / "scaling.json", *_figure(scaling, options.out / "scaling.svg")]
-    files[0].write_text(json.dumps(scaling.to_dict(), indent=1))
+    with bar("measuring", len(jobs), quiet=is_quiet(options)) as advance:
+        scaling = measure_scaling(
+            jobs,
+            store,
+            advance,
+            rounds=options.rounds or (2 if options.quick else 5),
+            seconds=20.0 if options.quick else 60.0,
+            together=options.quick,
+        )
+    files = [out / "scaling.json", *_figure(scaling, out / "scaling.svg")]
+    write_json(files[0], scaling.to_dict())
     if options.json:
-        print(json.dumps(scaling.to_dict()))
+        print(json_text(scaling.to_dict()))
         return 0
     _print_scaling(scaling)
-    print("written:", ", ".join(map(str, files)))
+    print("wrote", ", ".join(map(str, files)))
     return 0
 
 
 def _figure(scaling: Scaling, path: Path) -> list[Path]:
     try:
-        from headwise.bench.scaling_figure import draw
+        from headwise.bench.scaling_figure import draw_scaling
 
-        return [draw(scaling, path)]
+        draw_scaling(scaling, path)
     except ImportError:
         return []  # matplotlib is an extra
+    return [path]
 
 
 def _print_scaling(scaling: Scaling) -> None:
-    from headwise.bench.scaling import PROJECTIONS, claim
+    from headwise.bench.scaling import FITTED, PROJECTIONS, claim
 
     fits, sizes = [], []
     for name in scaling.names():
-        n, seconds = scaling.curve(name, "forward")
-        both, memory, counted, depth = (
-            scaling.curve(name, what)[1][-1] for what in ("both", "both_mb", "multiply_adds", "depth")
+        n, forward = scaling.curve(name, "forward")
+        backward, memory, counted, depth = (
+            scaling.curve(name, what)[1][-1]
+            for what in ("forward_backward", "forward_backward_mb", "multiply_adds", "depth")
         )
         megabytes = "" if math.isnan(memory) else f"{memory:.0f}"
         sizes.append(
-            [name, str(n[-1]), _seconds(seconds[-1]), _seconds(both), megabytes, f"{counted:.2e}", f"{depth:g}"]
+            [name, str(n[-1]), _seconds(forward[-1]), _seconds(backward), megabytes, f"{counted:.2e}", f"{depth:g}"]
         )
-        found = [scaling.exponent(name, what) for what in ("multiply_adds", "forward", "both")]
-        cells = [f"{x.value:.2f} ± {x.half_width:.2f}" for x in found[1:]]
-        fits.append([name, claim(name)[0], f"{found[0].value:.2f}", *cells])
-    head = ["operator", "claimed", "counted", "forward", "forward + backward"]
-    _table("Exponents of n over the four longest lengths", head, fits)
-    head = ["operator", "n", "forward", "f + b", "MB", "mult-adds", "depth"]
-    _table("One attention, 8 heads of 64, at the longest n", head, sizes)
-    ranked = [(name, scaling.by_rank(name, "forward")) for name in PROJECTIONS]
-    if any(x for _, x in ranked):
-        ranks = [str(r) for r, _ in ranked[0][1]]
-        rows = [[name, *(_seconds(x) for _, x in curve)] for name, curve in ranked]
-        _table("Forward by number of slots r", ["projection", *(f"r = {r}" for r in ranks)], rows)
+        *timed, counts = (scaling.exponent(name, what) for what in FITTED)
+        fits.append([name, claim(name), f"{counts.value:.2f}", *(f"{x.value:.2f} ± {x.half_width:.2f}" for x in timed)])
+    headings = ["operator", "claimed", "counted", "forward", "forward + backward"]
+    print_table("Exponents of n over the four longest lengths", headings, fits, no_wrap=["operator"])
+    headings = ["operator", "n", "forward", "f + b", "MB", "mult-adds", "depth"]
+    print_table("One attention, 8 heads of 64, at the longest n", headings, sizes, no_wrap=["operator"])
+    by_rank = {name: scaling.by_rank(name, "forward") for name in PROJECTIONS}
+    if any(by_rank.values()):
+        headings = ["projection", *(f"r = {r}" for r, _ in next(iter(by_rank.values())))]
+        rows = [[name, *(_seconds(x) for _, x in curve)] for name, curve in by_rank.items()]
+        print_table("Forward by number of slots r", headings, rows, no_wrap=["projection"])
 
 
 def _peers(options: argparse.Namespace) -> int:
-    from headwise.bench.peers import OURS, absent, compare
+    from headwise.bench.peers import OURS, PEERS, compare_layers
 
     rounds = options.rounds or (2 if options.quick else 5)
+    seconds = 5.0 if options.quick else 150.0
     lengths = _lengths(options.n, (512,) if options.quick else (1024, 4096, 16384))
     rows, failed = [], {}
-    with bar("measuring", len(lengths), quiet=options.json) as advance:
+    with bar("measuring", len(lengths), quiet=is_quiet(options)) as advance:
         for count, n in enumerate(lengths, start=1):
-            more, wrong = compare(n, names=options.layers, rounds=rounds, seconds=5.0 if options.quick else 150.0)
-            rows, failed = rows + more, {**failed, **wrong}
+            more, errors = compare_layers(n, names=options.layers, rounds=rounds, seconds=seconds)
+            rows, failed = rows + more, {**failed, **errors}
             advance(count)
-    missing = [peer.package for peer in absent()]
+    missing = [peer.package for peer in PEERS.values() if not peer.installed]
     if options.json:
-        print(json.dumps({"rows": [row.to_dict() for row in rows], "absent": missing, "failed": failed}))
+        print(json_text({"rows": [row.to_dict() for row in rows], "not_installed": missing, "failed": failed}))
         return 0
+    headings = ["layer, and others of its kind", "forward, ms", "f + b, ms", "ratio f", "f + b"]
     for n in lengths:
-        there = [row for row in rows if row.n == n]
-        own = [row for row in there if row.name in OURS]
-        head = ["layer, and others' of its kind", "forward, ms", "f + b, ms", "ratio f", "f + b"]
         cells = []
-        for mine in own:
-            for row in [mine, *(row for row in there if row not in own and row.against == mine.name)]:
-                name = row.name if row is mine else f"  {row.name}"
-                ratios = ["" if math.isnan(x) else f"{x:.2f}" for x in (row.ratio_forward, row.ratio_both)]
-                cells.append([name, _timing(row.forward), _timing(row.both), *ratios])
-        _table(f"Layers of width 512, 8 heads, n = {n}", head, cells)
-    print("Ratios: of ours, exact's time over theirs; of the others, their time over ours above them.")
+        same_length = [row for row in rows if row.n == n]
+        for ours in (row for row in same_length if row.name in OURS):
+            others = [row for row in same_length if row.name in PEERS and row.against == ours.name]
+            for row in (ours, *others):
+                ratios = ["" if math.isnan(x) else f"{x:.2f}" for x in row.ratios]
+                times = _timing(row.times.forward), _timing(row.times.forward_backward)
+                cells.append([row.name if row is ours else f"  {row.name}", *times, *ratios])
+        print_table(f"Layers of width 512, 8 heads, n = {n}", headings, cells, no_wrap=headings[:1])
+    print("Ratios: for layers of headwise, softmax's time over theirs; for others, their time over that of headwise.")
     if missing:
-        print("absent:", ", ".join(missing))
-    for name, why in failed.items():
-        print(f"{name} failed: {why}")
-    return 0
-
-
-def _targets(options: argparse.Namespace) -> int:
-    from headwise.bench import races, scaling
-    from headwise.bench.targets import RACES, exponent_rows, rows
-
-    names = list(dict.fromkeys(race.name for race in RACES))
-    if unknown := [name for name in options.only or () if name not in names]:
-        raise InputError(f"bench targets: no comparison {unknown[0]!r}; there are {', '.join(names)}")
-    chosen = [
-        replace(race, n=min(race.n, 512)) if options.quick else race
-        for race in RACES
-        if (options.only is None or race.name in options.only) and (options.n is None or race.n in options.n)
-    ]
-    _make(options.out)
-    store = options.out / ("targets-quick.jsonl" if options.quick else "targets.jsonl")
-    if options.fresh:
-        store.unlink(missing_ok=True)
-    with bar("measuring", len(chosen), quiet=options.json) as advance:
-        results = races.collect(
-            chosen,
-            store,
-            advance,
-            rounds=options.rounds or (1 if options.quick else 5),
-            seconds=1.0 if options.quick else 30.0,
-        )
-    found = rows(results, chosen)
-    known = scaling.load(options.out / "scaling.jsonl")
-    if options.only is None and options.n is None and not options.quick:
-        found += exponent_rows(scaling.Scaling(known))
-    if options.json:
-        print(json.dumps({"rows": [row.to_dict() for row in found]}))
-        return 0
-    number = lambda x: "absent" if x is None else f"{x:.2f}"  # noqa: E731
-    verdict = {True: "yes", False: "no", None: ""}
-    cells = [
-        [row.what, str(row.n or ""), row.asked, number(row.forward), number(row.both), verdict[row.met]]
-        for row in found
-    ]
-    _table("How many times as fast", ["what", "n", "asked", "forward", "f + b", "met"], cells)
-    if not known:
-        print(f"no exponents: run `headwise bench scaling -o {options.out}` first")
+        print("not installed:", ", ".join(missing))
+    for name, error in failed.items():
+        print(f"{name} failed: {error}")
     return 0
 
 
 def _fidelity(options: argparse.Namespace) -> int:
-    from headwise.bench.fidelity import fidelity_over, random_heads
+    from headwise.bench.fidelity import measure_fidelity, random_heads
 
     n = options.n or (256 if options.quick else None)
     if options.tensors is not None:
         layers = [_tensors(options.tensors)]
     elif options.model is not None:
-        layers = _captured(options.model or None, n)
+        layers = _captured(options.model, n)
     else:
         layers = [random_heads(_lengths([n or 2048], ())[0])]
-    rows, refused = fidelity_over(layers)
+    rows, refused = measure_fidelity(layers)
     if options.json:
-        print(json.dumps({"layers": len(layers), "rows": [row.to_dict() for row in rows], "refused": refused}))
+        print(json_text({"layers": len(layers), "rows": [row.to_dict() for row in rows], "refused": refused}))
         return 0
     cells = [[r.name, f"{r.cost:.4f}", f"{r.error:.3f}", f"{r.worst:.3f}", "causal" if r.causal else ""] for r in rows]
     shape = tuple(layers[0][1].shape)
-    title = f"Distance from exact attention, {len(layers)} layer{'s' * (len(layers) > 1)} of k {shape}"
-    _table(title, ["operator", "cost / exact", "error of P v", "worst head", "against"], cells)
-    for name, why in refused.items():
-        print(f"{name}: {why}")
+    title = f"Distance from softmax attention, {len(layers)} layer{'s' * (len(layers) > 1)} of k {shape}"
+    headings = ["operator", "relative cost", "error of P v", "worst head", "against"]
+    print_table(title, headings, cells, no_wrap=["operator"])
+    for name, error in refused.items():
+        print(f"{name}: {error}")
     return 0
 
 
-def _captured(model: str | None, length: int | None) -> list[tuple[Any, Any, Any]]:
-    """q, k and v of every self-attention of a model that reads one text, as it really scores them."""
+def _captured(model: str, length: int | None) -> list[tuple[Any, Any, Any]]:
+    """q, k and v of every self-attention of a model that reads one text, scaled so that scores are q.k / sqrt(k)."""
     import torch
 
     from headwise.models.inputs import text_input
@@ -221,19 +187,18 @@ def _captured(model: str | None, length: int | None) -> list[tuple[Any, Any, Any
     from headwise.models.load import load_model
 
     loaded = load_model(model)
-    found = []
+    layers = []
 
-    def see(call: AttentionCall) -> None:
+    def store(call: AttentionCall) -> None:
         if call.kind == "self" and call.mask.attn_bias is None:
-            # operators divide by sqrt(k), whatever the model does
-            found.append((call.q * (call.scale * math.sqrt(call.q.shape[-1])), call.k.clone(), call.v.clone()))
+            layers.append((call.q * (call.scale * math.sqrt(call.q.shape[-1])), call.k.clone(), call.v.clone()))
 
     batch = text_input(loaded, None, length=length, texts=1).batches[0]
-    with torch.no_grad(), intercept(loaded.model, see):
+    with torch.no_grad(), intercept(loaded.model, store):
         loaded.model(**batch)
-    if not found:
-        raise InputError(f"{loaded.name} has no self-attention of q and k alone that can be seen; use --tensors")
-    return found
+    if not layers:
+        raise InputError(f"{loaded.name}: no self-attention without an additive bias was intercepted; use --tensors")
+    return layers
 
 
 def _tensors(path: Path) -> tuple[Any, Any, Any]:
@@ -246,19 +211,10 @@ def _tensors(path: Path) -> tuple[Any, Any, Any]:
         raise InputError(f"{path}: needs a dictionary of tensors q, k and v saved by torch.save ({error})") from error
 
 
-def _make(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot write to {out}: {error.strerror or error}; choose another directory with -o"
-        ) from error
-
-
-def _lengths(given: list[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    lengths = default if given is None else tuple(given)
+def _lengths(requested: list[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    lengths = default if requested is None else tuple(requested)
     if min(lengths) < 2:
-        raise InputError(f"--n must be at least 2, but is {min(lengths)}")
+        raise InputError(f"--n is {min(lengths)}; it must be at least 2")
     return lengths
 
 
@@ -266,19 +222,6 @@ def _seconds(x: float) -> str:
     return f"{1000 * x:.1f} ms" if x < 1 else f"{x:.2f} s"
 
 
-def _timing(x: Any) -> str:
+def _timing(x: Timing) -> str:
     """Milliseconds: 43.2 ± 2.2"""
     return f"{1000 * x.median:.4g}" + ("" if math.isnan(x.spread) else f" ± {1000 * x.spread:.2g}")
-
-
-def _table(title: str, head: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    short = max((len(row[0]) for row in rows), default=0) <= 32  # a longer name may be folded, a figure never
-    for index, heading in enumerate(head):
-        table.add_column(heading, no_wrap=short or index > 0, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

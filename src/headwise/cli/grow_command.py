@@ -1,50 +1,48 @@
-"""`headwise grow`: a small model on a built-in task that widens its heads where they are too narrow, as it trains.
+"""`headwise grow`: train a small model on a built-in task, and widen its heads where they are too narrow.
 
 A live table of widths, losses and bottlenecks; with --out, grow.json and a figure of the widths over training.  An
-interrupted run leaves complete files of what was done until then.
+interrupted run writes complete files of the steps until then.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from headwise.errors import InputError
+from headwise.cli.options import add_json, add_output, check_at_least
+from headwise.cli.tables import make_table
+from headwise.outputs import atomic, json_text, writable_directory, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from headwise.growth.demo import Snapshot
 
+SIZES = ("steps", "every", "key_width", "keys", "layers", "heads")
+
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    out = None if options.out is None else _directory(options.out)
+    check_at_least(options, **dict.fromkeys(SIZES, 1))
+    out = None if options.out is None else writable_directory(options.out)
     from headwise.growth.demo import TASKS, train_and_grow
 
-    moments: list[Snapshot] = []
-    stream = train_and_grow(
-        TASKS[options.task](keys=options.keys),
-        steps=options.steps,
-        every=options.every,
-        key_width=options.key_width,
-        layers=options.layers,
-        heads=options.heads,
-        seed=options.seed,
-    )
+    snapshots: list[Snapshot] = []
+    sizes = {name: getattr(options, name) for name in SIZES if name != "keys"}
+    stream = train_and_grow(TASKS[options.task](keys=options.keys), **sizes, seed=options.seed)
     files: list[Path] = []
     try:
-        _follow(stream, moments, quiet=options.json)
-    finally:  # also when interrupted: what there is is written whole
-        if out is not None and moments:
-            files = [_write(out / "grow.json", lambda path: _dump(path, moments)), _figure(out, moments)]
+        _follow(stream, snapshots, show=not options.json)
+    finally:  # also when interrupted: complete files of what was done
+        if out is not None and snapshots:
+            files = [out / "grow.json", out / "widths.png"]
+            write_json(files[0], [s.to_dict() for s in snapshots])
+            _draw_widths(files[1], snapshots)
     if options.json:
-        print(json.dumps({"task": options.task, "moments": [m.to_dict() for m in moments]}, indent=2))
+        print(json_text({"task": options.task, "snapshots": [s.to_dict() for s in snapshots]}, indent=2))
         return 0
     for file in files:
         print(f"wrote {file}")
@@ -54,7 +52,7 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="headwise grow",
-        description="Train a small model that widens its query/key dimensions where the data say they are too few.",
+        description="Train a small model that adds query/key dimensions where the data show that they are too few.",
     )
     parser.add_argument(
         "--task",
@@ -63,130 +61,92 @@ def _parser() -> argparse.ArgumentParser:
         help="lookup: the key width is the bottleneck; average: it is not, and nothing should grow",
     )
     parser.add_argument("--steps", type=int, default=600, help="training steps (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=200, help="ask for growth every so many (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=200, help="steps between growths (default: %(default)s)")
     parser.add_argument("--key-width", type=int, default=2, metavar="K", help="of every head at the start (default: 2)")
     parser.add_argument("--keys", type=int, default=128, help="keys to tell apart (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--out", type=Path, metavar="DIR", help="write DIR/grow.json and DIR/widths.png")
-    parser.add_argument("--json", action="store_true", help="print the whole run as JSON")
+    add_output(parser, help="write grow.json and widths.png into DIR")
+    add_json(parser, "the whole run")
     return parser
 
 
-def _follow(stream: Any, moments: list[Snapshot], *, quiet: bool) -> None:
-    if quiet:
-        moments.extend(stream)
+def _follow(stream: Iterable[Snapshot], snapshots: list[Snapshot], *, show: bool) -> None:
+    """Collect the snapshots; with `show`, in a table that grows on a terminal, or is printed at the end."""
+    if not show or not sys.stdout.isatty():
+        snapshots.extend(stream)
+    if not show:
         return
     from rich.console import Console
     from rich.live import Live
 
-    console = Console()
-    if not sys.stdout.isatty():
-        moments.extend(stream)
-        console.print(_table(moments))
+    if snapshots:
+        Console().print(_table(snapshots))
         return
-    with Live(_table(moments), console=console, refresh_per_second=4) as live:
-        for moment in stream:
-            moments.append(moment)
-            live.update(_table(moments))
+    with Live(_table(snapshots), console=Console(), refresh_per_second=4) as live:
+        for snapshot in stream:
+            snapshots.append(snapshot)
+            live.update(_table(snapshots))
 
 
-def _table(moments: Sequence[Snapshot]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="key widths over training")
-    for column in ("step", "loss", "parameters"):
-        table.add_column(column, justify="right")
-    table.add_column("widths")
-    table.add_column("bottleneck (validated)")
-    table.add_column("what happened")
-    for m in moments:
-        widths = "  ".join(" ".join(map(str, w)) for w in m.widths.values())
-        ordered = sorted(m.scores, key=lambda s: (s.layer, s.head))
-        table.add_row(
-            str(m.step),
-            f"{m.loss:.4f}",
-            str(m.parameters),
-            widths,
-            " ".join(f"{s.validated:.2g}" for s in ordered),
-            "" if m.event is None else _said(m),
-        )
-    return table
+def _table(snapshots: Sequence[Snapshot]) -> Table:
+    headings = ["step", "loss", "parameters", "widths", "bottleneck (validated)", "growth"]
+    rows = []
+    for s in snapshots:
+        widths = "  ".join(" ".join(map(str, w)) for w in s.widths.values())
+        scores = " ".join(f"{x.validated:.2g}" for x in sorted(s.scores, key=lambda x: (x.layer, x.head)))
+        rows.append([str(s.step), f"{s.loss:.4f}", str(s.parameters), widths, scores, _outcome(s)])
+    return make_table("Key widths over training", headings, rows, words=headings[3:])
 
 
-def _said(m: Snapshot) -> str:
-    event = m.event
-    if event is None or not event.changes:
-        return "nothing grows: " + ("" if event is None else event.reason)
+def _outcome(snapshot: Snapshot) -> str:
+    event = snapshot.event
+    if event is None:
+        return ""
+    if not event.changes:
+        return f"none: {event.reason}"
     heads = ", ".join(f"{c.layer.split('.')[1]}:{c.head} {c.before}→{c.after}" for c in event.changes)
     measured = "" if event.measured is None else f", held-out loss {event.measured:+.3f}"
     return f"{heads} ({event.solution}{measured})"
 
 
-def _directory(path: Path) -> Path:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {path}: cannot be made a directory ({error.strerror})") from error
-    if not os.access(path, os.W_OK):
-        raise InputError(f"--out {path}: cannot be written to")
-    return path
-
-
-def _write(path: Path, how: Callable[[Path], None]) -> Path:
-    """Under another name first: a file by this name is always a whole one."""
-    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
-    try:
-        how(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
-
-
-def _dump(path: Path, moments: Sequence[Snapshot]) -> None:
-    path.write_text(json.dumps([m.to_dict() for m in moments], indent=2), encoding="utf-8")
-
-
-def _figure(out: Path, moments: Sequence[Snapshot]) -> Path:
-    """A row for every head, cut where it grew, shaded and labelled by its width; the loss beneath."""
+def _draw_widths(path: Path, snapshots: Sequence[Snapshot]) -> None:
+    """A row for every head, divided where it grew, shaded and labelled by its width; the loss beneath."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    heads = [(layer, head) for layer, widths in moments[0].widths.items() for head in range(len(widths))]
-    steps = [m.step for m in moments]
-    widest = max(width for m in moments for widths in m.widths.values() for width in widths)
+    heads = [(layer, head) for layer, widths in snapshots[0].widths.items() for head in range(len(widths))]
+    steps = [s.step for s in snapshots]
+    widest = max(width for s in snapshots for widths in s.widths.values() for width in widths)
     rows = 0.6 + 0.28 * len(heads)
     figure = Figure(figsize=(7, 2.4 + rows), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(rows, 2))
     shades = colormaps["Blues"]
     for place, (layer, head) in enumerate(heads):
-        for start, end, width in _spells(steps, [m.widths[layer][head] for m in moments]):
-            share = width / widest
-            above.broken_barh([(start, end - start)], (place - 0.4, 0.8), color=shades(0.15 + 0.6 * share))
+        for start, end, width in stretches(steps, [s.widths[layer][head] for s in snapshots]):
+            above.broken_barh([(start, end - start)], (place - 0.4, 0.8), color=shades(0.15 + 0.6 * width / widest))
             above.text((start + end) / 2, place, str(width), ha="center", va="center", fontsize="small")
     above.set_yticks(range(len(heads)), [f"{layer}, head {head}" for layer, head in heads], fontsize="small")
     above.invert_yaxis()
     above.set_title("query/key width", fontsize="medium")
-    below.plot(steps, [m.loss for m in moments], color="black")
+    below.plot(steps, [s.loss for s in snapshots], color="black")
     below.set_yscale("log")
     below.set_ylabel("loss on unseen data")
     below.set_xlabel("training step")
-    for m in moments:
-        if m.event is not None and m.event.changes:
-            below.axvline(m.step, color="0.8", zorder=0)
-    return _write(out / "widths.png", lambda path: figure.savefig(path, dpi=120))
+    for s in snapshots:
+        if s.event is not None and s.event.changes:
+            below.axvline(s.step, color="0.8", zorder=0)
+    with atomic(path) as temporary:
+        figure.savefig(temporary, dpi=120)
 
 
-def _spells(steps: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(from, to, width) for every stretch of training at one width."""
-    found: list[tuple[int, int, int]] = []
-    for step, width in zip(steps, widths, strict=True):
-        if found and found[-1][2] == width:
-            found[-1] = (found[-1][0], step, width)
-        else:
-            if found:
-                found[-1] = (found[-1][0], step, found[-1][2])
-            found.append((step, step, width))
-    return found
+def stretches(steps: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first step, last step, width) of every stretch of training at one width; a stretch ends where the next begins.
+
+    >>> stretches([0, 10, 20, 30], [2, 2, 4, 4])
+    [(0, 20, 2), (20, 30, 4)]
+    """
+    starts = [i for i in range(len(steps)) if i == 0 or widths[i] != widths[i - 1]]
+    ends = [*(steps[i] for i in starts[1:]), steps[-1]]
+    return [(steps[i], end, widths[i]) for i, end in zip(starts, ends, strict=True)]

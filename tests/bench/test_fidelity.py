@@ -1,0 +1,45 @@
+"""The distance of every operator from softmax attention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwise.bench import CASES, measure_fidelity
+from headwise.bench.fidelity import random_heads
+from headwise.cli.bench_command import run
+from headwise.errors import InputError
+
+
+def test_distance_from_softmax() -> None:
+    q, k, v = random_heads(64, heads=2, width=8)
+    rows, refused = measure_fidelity([(q, k, v)])
+    assert not refused
+    errors = {row.name: row.error for row in rows}
+    assert set(errors) == set(CASES) - {"softmax"}
+    assert errors["window 128"] < 0.6
+    assert errors["hashed"] < 1e-5  # one chunk of 64 holds all keys
+    assert all(row.worst >= row.error * 0.99 for row in rows)
+    assert [row.cost for row in rows] == sorted(row.cost for row in rows)
+
+
+def test_several_layers_are_averaged() -> None:
+    layers = [random_heads(32, heads=2, width=8, seed=seed) for seed in range(2)]
+    singles = [{row.name: row for row in measure_fidelity([layer])[0]} for layer in layers]
+    rows, _ = measure_fidelity(layers)
+    for row in rows:
+        assert row.error == pytest.approx((singles[0][row.name].error + singles[1][row.name].error) / 2)
+        assert row.worst == max(single[row.name].worst for single in singles)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["fidelity", "--quick", "--n", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["refused"] == {}
+    assert run(["fidelity", "--n", "64"]) == 0
+    assert "hashed" in capsys.readouterr().out
+    torch.save({"q": torch.zeros(1, 1, 8, 2), "k": torch.zeros(1, 1, 8, 2)}, tmp_path / "x.pt")
+    with pytest.raises(InputError, match="needs a dictionary of tensors q, k and v"):
+        run(["fidelity", "--tensors", str(tmp_path / "x.pt")])
