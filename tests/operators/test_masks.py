@@ -182,6 +182,15 @@ def test_a_mask_longer_than_the_keys_is_cut_and_a_single_query_keeps_its_flag() 
     assert not Mask.from_transformers(long[..., :3], True, 2, 3).causal
 
 
+def test_arguments_are_the_masks_that_are_given() -> None:
+    for mask in masks():
+        arguments = mask.arguments()
+        again = Mask.checked("Test", mask.m, mask.n, **arguments, batch=(2, 3))
+        assert torch.equal(again.rows(0, 4).expand(2, 3, 4, 5), written_out(mask))
+        assert all(x is not None and x is not False for x in arguments.values())
+    assert Mask(3, 4).arguments() == {}
+
+
 def test_one_entry_of_the_batch() -> None:
     for mask in masks():
         for b in range(2):

@@ -111,9 +111,7 @@ class AttentionLayer(nn.Module, ABC):
         if key_mask is not None:  # it has no axis for heads
             broadcasts_to(name, "key_mask", key_mask, (*batch, n))
             key_mask = key_mask.reshape(*(1,) * (len(batch) + 1 - key_mask.dim()), *key_mask.shape).unsqueeze(-2)
-        mask = Mask.checked(name, m, n, key_mask=key_mask, batch=shape[:-2], **masks)
-        tensors = {"key_mask": mask.key_mask, "pair_mask": mask.pair_mask, "attn_bias": mask.attn_bias}
-        return ({"causal": True} if mask.causal else {}) | {kind: x for kind, x in tensors.items() if x is not None}
+        return Mask.checked(name, m, n, key_mask=key_mask, batch=shape[:-2], **masks).arguments()
 
     def _check_input(self, name: str, x: Tensor, width: int, projection: nn.Linear) -> None:
         owner = type(self).__name__

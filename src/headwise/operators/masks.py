@@ -64,7 +64,8 @@ class Mask:
                     f"{owner}: attn_bias must be floating point, but is {x.dtype}; pass a boolean mask as pair_mask"
                 )
             if name != "attn_bias" and x.dtype != torch.bool:
-                raise DtypeError(f"{owner}: {name} must be boolean (True = attend), but is {x.dtype}")
+                hint = "; pass an additive mask as attn_bias" if name == "pair_mask" else ""
+                raise DtypeError(f"{owner}: {name} must be boolean (True = attend), but is {x.dtype}{hint}")
             if device is not None and x.device != device:
                 raise DtypeError(
                     f"{owner}: devices must agree, but q is on {device}, {name} is on {x.device}; "
@@ -268,6 +269,11 @@ class Mask:
         if bias is None or visible is None:
             return {"attn_mask": visible if bias is None else bias, "is_causal": False}
         return {"attn_mask": torch.where(visible, bias, -math.inf), "is_causal": False}
+
+    def arguments(self) -> dict[str, Any]:
+        """The masks that are given, as keyword arguments of a builder."""
+        arguments = {kind.value: getattr(self, kind.value) for kind in MaskKind}
+        return {name: x for name, x in arguments.items() if x is not None and x is not False}
 
     @property
     def device(self) -> torch.device:

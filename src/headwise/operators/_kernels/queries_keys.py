@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -32,15 +32,11 @@ class QueriesKeys:
         k: Tensor,
         *,
         scale: float | None = None,
-        causal: bool = False,
-        key_mask: Tensor | None = None,
-        pair_mask: Tensor | None = None,
-        attn_bias: Tensor | None = None,
         positive_scale: bool = True,
+        **masks: Any,
     ) -> Self:
-        """Queries and keys of one width, dtype and device; scale 1/sqrt(k) unless given.
+        """Queries and keys of one width, dtype and device; scale 1/sqrt(k) unless given; masks as in Mask.checked.
 
-        A key_mask (b, n) against a batch (b, h) is shared by the heads.
         Grouped queries: k may have fewer heads (axis -3) than q if their number divides.
         """
         no_empty_axis(owner, q=q, k=k)
@@ -53,7 +49,6 @@ class QueriesKeys:
         if not math.isfinite(scale) or (positive_scale and scale <= 0):
             kind = "a positive number" if positive_scale else "finite"
             raise ShapeError(f"{owner}: scale must be {kind}, but is {scale}")
-        masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask, "attn_bias": attn_bias}
         mask = Mask.checked(owner, q.shape[-2], k.shape[-2], **masks, batch=batch, device=q.device)
         return cls(q, k, scale, mask)
 
