@@ -224,8 +224,14 @@ class RelativeAttention(nn.Module, ABC):
 class ShiftAttention(RelativeAttention):
     """P_h v = v shifted to kernel cell h: the convolution itself, so torch's convolution computes it."""
 
-    def _forward(self, x: Tensor) -> Tensor:
-        return self.geometry.convolve(x, self.weight, self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            self.geometry.check_input(type(self).__name__, x, self.weight)
+        try:  # checking beforehand would take 5 % of the time of a small map
+            return self.geometry.convolve(x, self.weight, self.bias)
+        except RuntimeError:
+            self.geometry.check_input(type(self).__name__, x, self.weight)  # raises a clearer error
+            raise
 
     def operator(self, grid: Sequence[int]) -> AttentionOperator:
         g = self.geometry
