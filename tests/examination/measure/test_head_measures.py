@@ -1,6 +1,6 @@
 """A measure is registered once and found everywhere: in the JSON, on the page, in comparisons and in the docs.
 
-`python -m tests.examination.measure.test_head_measures` writes the table of measures into docs/reference/report-json.md.
+`python -m tests.examination.measure.test_head_measures` writes the table into docs/reference/report-json.md.
 """
 
 from __future__ import annotations

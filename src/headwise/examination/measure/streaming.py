@@ -8,7 +8,7 @@ For E = exp(S - max) and Z = E 1, a block of rows gives in a few sweeps
     c_j        = sum_i P_ij                                       what key j receives
     O          = P V
 
-At most `limits.CACHE_ENTRIES` entries of P, over all heads, exist at a time.  `head_measures` makes numbers of the sums.
+At most `limits.CACHE_ENTRIES` entries of P exist at a time.  `head_measures` makes numbers of the sums.
 """
 
 from __future__ import annotations
