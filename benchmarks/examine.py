@@ -1,11 +1,11 @@
-"""What examining costs, in units of the model's own forward pass, beside what others do for the same numbers.
+"""The cost of examining a model, in units of its forward pass, and of other ways to get the same numbers.
 
     python -m benchmarks.examine            MiniLM at n = 512; the decoder at n = 8192 if its weights are installed
     python -m benchmarks.examine --quick    MiniLM at n = 128, two rounds
 
-Rounds are interleaved, so that a busy machine slows every row alike; medians and the spread between quartiles.  Memory
-is the peak of a fresh process less what it held before the measured call, with glibc told to give every large block
-back at once (MALLOC_MMAP_THRESHOLD_): the holes it leaves otherwise are counted for all rows and belong to none.
+Rounds are interleaved, so that a busy machine slows all rows equally; medians and the spread between quartiles.  Memory
+is the peak of a fresh process less what it held before the measured call; MALLOC_MMAP_THRESHOLD_ makes glibc return
+large blocks at once, since the holes that it keeps otherwise would be counted.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ with torch.no_grad():
         from headwise.models.intercept import intercept
         seen = []
         def see(call):
-            if not seen:  # one layer is enough to see what forming P takes
+            if not seen:  # one layer is enough
                 # in place: the least memory that forming P can take
                 seen.append((call.scale * call.q @ call.k.mT).sub_(1e3).exp_().sum().item())
         with intercept(model, see):
@@ -127,7 +127,7 @@ def peak() -> float:
 
 
 def forget_peak() -> float:
-    """Begin again (Linux), since loading weights takes more than using them; what the process holds now."""
+    """Reset the peak (Linux), because loading weights takes more than using them; return what the process holds now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

@@ -132,7 +132,7 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn an error of the file system into a sentence about `path`."""
+    """Turn an error of the file system into an InputError that names `path`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`headwise examine` as a user types it: good runs, and one sentence with exit code 2 for everything else."""
+"""`headwise examine` as a user types it: good runs, and a one-line message with exit code 2 for everything else."""
 
 from __future__ import annotations
 

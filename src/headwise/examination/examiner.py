@@ -15,12 +15,12 @@ from headwise import outputs
 from headwise.errors import InputError
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.observe import ExaminedSite, Measurement, observe
-from headwise.examination.measure.streaming import CHUNK
 from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
 from headwise.models.fingerprint import check_weights, fingerprint, versions
 from headwise.models.run import Batch, eval_mode
+from headwise.operators._kernels import limits
 
 SPECTRA_EVERY = 8
 """A spectrum takes about ten forward passes at 512 tokens; on every eighth batch it takes about one per batch."""
@@ -58,7 +58,7 @@ def examine(
     measured: dict[int, list[Measurement]] = {}
     excerpt: dict[str, Any] = {}
     # scores, exponentials, the padded block and temporaries: four floats for each entry of P
-    entries = CHUNK if block_bytes is None else max(1 << 12, block_bytes // 16)
+    entries = limits.CACHE_ENTRIES if block_bytes is None else max(1 << 12, block_bytes // 16)
     if partial_results is not None:
         settings = {"seed": seed, "spectra_every": spectra_every, "measures": list(MEASURES)}
         outputs.partial_results(partial_results, fingerprint(model, settings))

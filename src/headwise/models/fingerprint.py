@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
     """Versions of headwise, torch, Python, and transformers if it is imported."""
     import headwise
 
-    found = {"headwise": headwise.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    names = {"headwise": headwise.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     if "transformers" in sys.modules:
-        found["transformers"] = sys.modules["transformers"].__version__
-    return found
+        names["transformers"] = sys.modules["transformers"].__version__
+    return names

@@ -204,15 +204,10 @@ def _kind(name: str, args: tuple, kwargs: dict, query: Tensor, key: Tensor) -> s
     return "self" if query.shape[-2] == key.shape[-2] else "cross"
 
 
-def attention_classes(model: nn.Module) -> list[str]:
-    """Names of the model's classes that contain "attention", for the error message if none was intercepted."""
-    return sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
-
-
 def nothing_seen(model: nn.Module) -> InterceptionError:
     """The error for a model that never called scaled_dot_product_attention."""
-    found = attention_classes(model)
-    names = ", ".join(found) if found else "no class with 'attention' in its name"
+    classes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
+    names = ", ".join(classes) or "no class with 'attention' in its name"
     return InterceptionError(
         f"{type(model).__name__} never called scaled_dot_product_attention (found: {names}); load it with "
         'attn_implementation="sdpa", or, if its attention is written by hand, compute it through '

@@ -65,8 +65,8 @@ def test_no_console_error_and_no_request(browser, page: Path) -> None:
     messages = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
     assert messages == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
-    assert {url for url in asked if not url.startswith("data:")} == {page.as_uri()}
+    requested = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
+    assert {url for url in requested if not url.startswith("data:")} == {page.as_uri()}
 
 
 def test_untrusted_names_stay_text(browser) -> None:

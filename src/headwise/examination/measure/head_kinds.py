@@ -1,4 +1,4 @@
-"""The kind of a head: one word and one sentence, with the measures that decided.
+"""The kind of a head: a name and a description, with the measures that decided.
 
 The first rule that fits decides, from the most specific to the least specific:
 
@@ -37,7 +37,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class HeadKind:
-    """A kind, the sentence a reader sees, and the measures that decided."""
+    """A kind, its description for the reader, and the measures that decided."""
 
     name: str
     description: str

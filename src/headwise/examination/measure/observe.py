@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.spectra import spectra
-from headwise.examination.measure.streaming import CHUNK, HeadSums, Workspace, stream
+from headwise.examination.measure.streaming import HeadSums, Workspace, stream
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
 from headwise.models.run import Batch, blocks_of, hidden_states, run_model
+from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
 from headwise.shapes import filled
 
@@ -85,7 +86,7 @@ def observe(
     batch: Batch,
     *,
     with_spectra: bool = True,
-    entries: int = CHUNK,
+    entries: int = limits.CACHE_ENTRIES,
     generator: torch.Generator | None = None,
 ) -> list[Measurement]:
     """One forward pass; one Measurement for each sequence in the batch."""

@@ -170,21 +170,21 @@ def _replay(
 @contextmanager
 def _ends(blocks: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """The input of the first block and the output of the last one."""
-    found: dict[str, Tensor] = {}
+    ends: dict[str, Tensor] = {}
     modules = list(blocks.values())
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        found.setdefault("in", args[0] if args else kwargs["hidden_states"])
+        ends.setdefault("in", args[0] if args else kwargs["hidden_states"])
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:
-        found["out"] = output[0] if isinstance(output, (tuple, list)) else output
+        ends["out"] = output[0] if isinstance(output, (tuple, list)) else output
 
     handles = [
         modules[0].register_forward_pre_hook(before, with_kwargs=True),
         modules[-1].register_forward_hook(after),
     ]
     try:
-        yield found
+        yield ends
     finally:
         for handle in handles:
             handle.remove()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def spectra(scores: Scores, output: Tensor, *, generator: torch.Generator | None
     exact = min(m, n) <= EXACT
 
     def decompose(head: int) -> HeadSpectrum:
-        one = _head(scores, head)
+        one = Scores(scores.q[head], scores.k[head], scores.scale, scores.mask.index(head))
         values, shares = _all_values(one, output[head]) if exact else _leading_values(one, output[head], generator)
         frobenius = values.square().sum().sqrt() if exact else Softmax(one).frobenius()
         unknown = torch.full_like(values, torch.nan)
@@ -69,16 +69,6 @@ def _one_thread_each(work: Callable[[int], HeadSpectrum], count: int) -> list[He
             return list(pool.map(work, range(count)))
     finally:
         torch.set_num_threads(threads)
-
-
-def _head(scores: Scores, head: int) -> Scores:
-    def pick(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[head] if x.dim() == 3 and x.shape[0] > 1 else x.reshape(x.shape[-2:])
-
-    mask = replace(
-        scores.mask, key_mask=None, pair_mask=pick(scores.mask.visible), attn_bias=pick(scores.mask.attn_bias)
-    )
-    return Scores(scores.q[head], scores.k[head], scores.scale, mask)
 
 
 def _all_values(scores: Scores, output: Tensor) -> tuple[Tensor, Tensor]:

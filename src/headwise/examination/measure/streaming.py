@@ -8,7 +8,7 @@ For E = exp(S - max) and Z = E 1, a block of rows gives in a few sweeps
     c_j        = sum_i P_ij                                       what key j receives
     O          = P V
 
-At most `CHUNK` entries of P exist at a time.  `head_measures` turns the sums into numbers.
+At most `limits.CACHE_ENTRIES` entries of P exist at a time.  `head_measures` makes numbers of the sums.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
-
-CHUNK = 1 << 19
-"""Entries of P held at once, over all heads: larger blocks leave the cache, smaller ones leave threads idle."""
 
 REACH = 64
 """Largest offset |j - i| of the profile."""
@@ -33,9 +31,6 @@ SAMPLED_ROWS = 32
 
 SKETCH = 512
 """Columns to which longer sampled rows are hashed."""
-
-_MASKED = -1e30
-"""Score of a masked key: its exponential is zero and zero times it is zero, where -inf would give NaN."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +101,7 @@ class Workspace:
     Measured on twelve heads of 512 tokens: allocating them anew took as long as the arithmetic.
     """
 
-    def __init__(self, entries: int = CHUNK) -> None:
+    def __init__(self, entries: int = limits.CACHE_ENTRIES) -> None:
         self.entries = entries
         self._flat, self._skew, self._layout = torch.empty(2, 0), torch.empty(0), (0, 0, 0)
 
@@ -158,7 +153,7 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
         received[:, :columns] += p.sum(-2)
         first = m - stop  # the block's lowest diagonal, j - i = -(stop - 1), in the order of `diagonals`
         diagonals[:, first : first + rows + columns - 1] += skewed.sum(-2)
-        visible[:, block] = _visible_keys(part, columns, rows)
+        visible[:, block] = part.mask.counts()
         for place, i in enumerate(sampled):
             if start <= i < stop:
                 sample[:, place, :columns] = p[:, i - start]
@@ -180,13 +175,8 @@ def _finite_scores(part: Scores, out: Tensor) -> Tensor:
     s = torch.baddbmm(out, part.q, part.k.mT, beta=0, alpha=part.scale, out=out)
     if part.mask.attn_bias is not None:
         s += part.mask.attn_bias
-    return s if part.mask.visible is None else s.masked_fill_(~part.mask.visible, _MASKED)
-
-
-def _visible_keys(part: Scores, columns: int, rows: int) -> Tensor:
-    if part.mask.visible is None:
-        return torch.tensor(float(columns))
-    return part.mask.visible.expand(*part.mask.visible.shape[:-2], rows, columns).sum(-1).float()
+    # -inf would give NaN where it is multiplied by an exponential of zero
+    return s if part.mask.visible is None else s.masked_fill_(~part.mask.visible, limits.HIDDEN)
 
 
 def _sketched(sample: Tensor) -> Tensor:
