@@ -2,7 +2,7 @@
 
 For S = X_q Z X^T, ||dS||_F = ||G_q^(1/2) dZ G_k^(1/2)||_F with G_q = X_q^T X_q, G_k = X^T X.  In these coordinates the
 best approximation of rank r is the truncated singular value decomposition (Eckart & Young 1936); in the coordinates of
-the weights themselves it is not.  Derived in docs/theory/grow.md.
+the weights themselves it is not.  Derived in docs/explanation/growth-derivation.md.
 
 A metric is a function of a `Problem` that returns (G_q, G_k).  `register_metric` makes it available by name: heads can
 be ranked in it (`Grower.scores(metric=…)`), and the line search tries the closed-form solution in it.
@@ -37,7 +37,15 @@ METRICS: dict[str, Metric] = {}
 
 
 def register_metric(name: str, metric: Metric) -> None:
-    """Make `metric` available under `name`; see docs/grow.md for an example."""
+    """Make `metric` available under `name`, to rank heads and to solve for dimensions.
+
+    def unit(problem):  # every direction of the weights costs the same
+        return torch.eye(len(problem.gram_q)), torch.eye(len(problem.gram_k))
+
+    register_metric("unit", unit)
+    grower.scores(metric="unit")
+    grower.grow(metric="unit", loss=held_out_loss)
+    """
     if name in METRICS or name == "refit":  # the one solution that has no metric
         raise InputError(f"register_metric: there is already a metric {name!r}; choose another name")
     METRICS[name] = metric
@@ -60,7 +68,7 @@ def roots(problem: Problem, metric: str = "gram", damping: float = DAMPING) -> t
 
 
 def _gram(problem: Problem) -> tuple[Tensor, Tensor]:
-    """All scores count alike."""
+    """All scores have the same weight."""
     return problem.gram_q, problem.gram_k
 
 

@@ -31,8 +31,8 @@ SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 MEANS = ("exp_avg", "momentum_buffer", "grad_avg")
 
 PACE = 3.0
-"""Measured on one layer (docs/grow.md): not worse than 1 at learning rates of 1e-3, 3e-3 and 1e-2, and better at the
-first two; zeros are better still at those and worse at the last."""
+"""Measured on one layer (docs/explanation/growth.md): not worse than 1 at learning rates of 1e-3, 3e-3 and 1e-2, and
+better at the first two; zeros are better still at those and worse at the last."""
 
 
 @final

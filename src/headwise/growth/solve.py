@@ -7,7 +7,7 @@ R = U Sigma V^T (bottleneck.py) the closed form in a metric (G_q, G_k) adds
 
 which change S by eta ||Sigma_p|| and the loss by -eta sum sigma_i^2 to first order; eta = 0 preserves the function and
 old weights stay.  `refit` replaces all weights of the head.  Burgund, "Attention growing networks" (with a minus sign
-where that report prints a plus); derived in docs/theory/grow.md.  Pure functions, float64 inside.
+where that report prints a plus); derived in docs/explanation/growth-derivation.md.  Pure functions, float64 inside.
 """
 
 from __future__ import annotations
