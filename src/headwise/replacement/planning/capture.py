@@ -5,7 +5,6 @@ Sites are recorded in groups that fit into a memory budget: a long text through 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -103,12 +102,11 @@ def recordings(
     """
     for names in in_portions(sites, sum(map(len, parts)), budget):
         recorded: list[dict[str, list[AttentionSample]]] = []
-        for name in names:
+        for index, name in enumerate(names):
 
-            @functools.cache
-            def samples(name: str = name, names: Sequence[str] = names, recorded: list = recorded) -> list:
+            def samples(name: str = name, left: Sequence[str] = names[index:], recorded: list = recorded) -> list:
                 if not recorded:
-                    recorded.extend(capture(model, part, names) for part in parts)
+                    recorded.extend(capture(model, part, left) for part in parts)
                 return [of_site[name] for of_site in recorded]
 
             yield name, samples
