@@ -72,7 +72,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for name in public_names(module):
             where = definition(module, name)
             elsewhere = f"[`{module}.{name}`][{'.'.join(where)}] is described with the verbs.\n"
-            entries.append(elsewhere if where in on_first_page() else entry(f"{module}.{name}", where))
+            entries.append(elsewhere if where in shown_with_verbs() else entry(f"{module}.{name}", where))
         file = "operators-api" if package == "operators" else package
         add(file, "\n".join([f"# {module}\n", about, *entries]))
     basics = [
@@ -84,7 +84,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_first_page() -> list[Definition]:
+def shown_with_verbs() -> list[Definition]:
     return [definition("headwise", name) for name in (*VERBS, *RESULTS) if name in public_names("headwise")]
 
 

@@ -55,8 +55,9 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run_page(page: Path) -> None:
-    module = types.ModuleType("snippets")
-    sys.modules["snippets"] = module  # dataclasses look their module up
+    name = "snippets_" + re.sub(r"\W", "_", page.stem)  # one a page: torch.compile remembers modules by name
+    module = types.ModuleType(name)
+    sys.modules[name] = module  # dataclasses look their module up
     try:
         with _registries_restored():
             for block in blocks(page):
@@ -68,7 +69,7 @@ def run_page(page: Path) -> None:
                     code = compile("\n" * (block.line - 1) + block.code, str(page), "exec", dont_inherit=True)
                     exec(code, vars(module))
     finally:
-        del sys.modules["snippets"]
+        del sys.modules[name]
 
 
 @contextlib.contextmanager

@@ -178,10 +178,8 @@ def test_no_two_modules_have_one_name() -> None:
 
 
 def test_no_two_public_classes_have_one_name() -> None:
-    assert (
-        duplicates(name for source in SOURCES for name in re.findall(r"^class ([A-Z]\w+)", source.read_text(), re.M))
-        == []
-    )
+    classes = (re.findall(r"^class ([A-Z]\w+)", source.read_text(), flags=re.MULTILINE) for source in SOURCES)
+    assert duplicates(name for names in classes for name in names) == []
 
 
 def test_no_folder_is_too_large_to_overlook() -> None:

@@ -1,6 +1,6 @@
 """The result of an examination as a value: one Record per head, and its JSON with a schema version.
 
-Everything that is printed, drawn or written is made from this.  docs/report-schema.md describes every field.
+Everything that is printed, drawn or written is made from this.  docs/reference/report-json.md describes every field.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A measure is registered once and found everywhere: in the JSON, on the page, in comparisons and in the docs.
 
-`python -m tests.examination.measure.test_head_measures` writes the table of measures into docs/report-schema.md.
+`python -m tests.examination.measure.test_head_measures` writes the table into docs/reference/report-json.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headwise.examination import (
 from headwise.examination.measure.head_measures import MEASURES, measures_table
 from tests.models.tiny_models import ALL, sharpen
 
-SCHEMA_PAGE = Path(__file__).parents[3] / "docs" / "report-schema.md"
+SCHEMA_PAGE = Path(__file__).parents[3] / "docs" / "reference" / "report-json.md"
 START, END = "<!-- measures: start -->", "<!-- measures: end -->"
 
 

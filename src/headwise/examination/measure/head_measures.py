@@ -11,7 +11,7 @@ The function receives the heads of one attention call on one text, as `HeadSums`
 `HeadSpectrum` (one head); its docstring is "formula: meaning".  Everything else follows from the registration: mean,
 standard deviation, minimum and maximum over texts in report.json, the explanation in its `measures` table, the list
 "colour by" and the table of numbers on the page, `headwise compare`, the choice of unusual heads, and the table in
-docs/report-schema.md.
+docs/reference/report-json.md.
 
 Letters: m queries, n keys; σ_1 ≥ σ_2 ≥ … the singular values of P; H_i = −Σ_j P_ij log P_ij the entropy of query i;
 c_j = mean_i P_ij what key j receives; w(δ) = mean_i P_(i, i+δ) the weight at offset δ = j − i.
@@ -109,7 +109,7 @@ def evaluate_spectra(heads: list[HeadSpectrum]) -> dict[str, Tensor]:
 
 
 def measures_table() -> str:
-    """The Markdown table of all measures in docs/report-schema.md."""
+    """The Markdown table of all measures in docs/reference/report-json.md."""
     rows = [f"| `{m.name}` | {m.formula} | {m.unit} | {m.meaning} |" for m in MEASURES.values()]
     return "\n".join(["| measure | definition | unit | meaning |", "|---|---|---|---|", *rows])
 
