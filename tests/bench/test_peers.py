@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_a_named_peer_is_compared_with_ours() -> None:
     ours, theirs = rows
     assert theirs.against == "softmax"
     assert theirs.ratios == pytest.approx(theirs.times.over(ours.times))
-    forward = json.loads(json_text(theirs.to_dict()))["times"]["forward"]
+    forward = json.loads(json_text(asdict(theirs)))["times"]["forward"]
     assert forward == {"median": theirs.times.forward.median, "spread": None}  # one round has no spread
 
 

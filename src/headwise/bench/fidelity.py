@@ -7,7 +7,7 @@ trained with softmax would change, not how well a model trains with them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import final
 
@@ -29,9 +29,6 @@ class Fidelity:
     worst: float  # of any one head
     cost: float  # multiply-adds relative to those of softmax attention
     causal: bool
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def random_heads(n: int, *, heads: int = 8, width: int = 64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -165,9 +165,6 @@ class LayerTimes:
     times: Times
     against: str
     ratios: tuple[float, float]
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def our_layer(name: str, n: int) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +134,7 @@ def _peers(options: argparse.Namespace) -> int:
             advance(count)
     missing = [peer.package for peer in PEERS.values() if not peer.installed]
     if options.json:
-        print(json_text({"rows": [row.to_dict() for row in rows], "not_installed": missing, "failed": failed}))
+        print(json_text({"rows": [asdict(row) for row in rows], "not_installed": missing, "failed": failed}))
         return 0
     headings = ["layer, and others of its kind", "forward, ms", "f + b, ms", "ratio f", "f + b"]
     for n in lengths:
@@ -166,7 +167,7 @@ def _fidelity(options: argparse.Namespace) -> int:
         layers = [random_heads(_lengths([n or 2048], ())[0])]
     rows, refused = measure_fidelity(layers)
     if options.json:
-        print(json_text({"layers": len(layers), "rows": [row.to_dict() for row in rows], "refused": refused}))
+        print(json_text({"layers": len(layers), "rows": [asdict(row) for row in rows], "refused": refused}))
         return 0
     cells = [[r.name, f"{r.cost:.4f}", f"{r.error:.3f}", f"{r.worst:.3f}", "causal" if r.causal else ""] for r in rows]
     shape = tuple(layers[0][1].shape)

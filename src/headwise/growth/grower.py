@@ -31,7 +31,7 @@ from headwise.growth.metric import DAMPING, root, roots
 from headwise.growth.optimizer_state import PACE, calibrate, exchange, holds
 from headwise.growth.problem import Factors, Problem
 from headwise.growth.solve import Solution, predicted_change, preserving, score_change, shrink, solution_names
-from headwise.growth.statistics import LayerStatistics
+from headwise.growth.statistics import LayerStatistics, world_size
 from headwise.growth.watch import Watch
 from headwise.nn.multihead import MultiHead
 
@@ -232,10 +232,8 @@ class Grower:
 
     def _broadcast(self, names: Sequence[str]) -> None:
         """Rank 0's weights everywhere: equal statistics give equal weights only on equal machines."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
-            return
-        for name in names:
-            for parameter in parameters(self.layers[name]).values():
+        if world_size(self.group) > 1:
+            for parameter in (x for name in names for x in parameters(self.layers[name]).values()):
                 dist.broadcast(parameter.data, 0, group=self.group)
 
     def _retire_wrapper(self) -> None:

@@ -19,6 +19,7 @@ from headwise.growth.bottleneck import HeadKey
 from headwise.growth.head_weights import by_layer, install_all
 from headwise.growth.problem import Factors, Problem
 from headwise.growth.solve import Solution, WeightPath, named_solution
+from headwise.growth.statistics import world_size
 from headwise.nn.multihead import MultiHead
 
 STEPS = tuple(0.1 * 2.0**i for i in range(9))
@@ -53,10 +54,10 @@ def measure(model: nn.Module, loss: Loss, group: dist.ProcessGroup | None = None
     finally:
         for module, training in modes:
             module.training = training
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+    if world_size(group) > 1:
         total = torch.tensor(value, dtype=torch.float64, device=next(model.parameters()).device)
         dist.all_reduce(total, group=group)
-        value = float(total) / dist.get_world_size(group)
+        value = float(total) / world_size(group)
     return value if math.isfinite(value) else math.inf
 
 

@@ -28,6 +28,11 @@ from headwise.operators.masks import Mask
 CLUSTERS = 16
 
 
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """The number of processes that train together; 1 without torch.distributed."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
 @final
 class LayerStatistics:
     """The running sums of one attention layer with h heads, queries d_q wide (bias included) and keys d_k wide.
@@ -208,13 +213,13 @@ class LayerStatistics:
 
         M is averaged like the gradients of data-parallel training, everything else is summed.
         """
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        if world_size(group) == 1:
             return
         count = torch.tensor([self.sequence_count, int(self.biased)], device=self.folds.device)
         for x in (self.folds, self.shares, self.gram_q, self.gram_k, self.weight, self.probe, count):
             dist.all_reduce(x, group=group)
         self.sequence_count, self.biased = int(count[0]), bool(count[1])
-        parts: list[Any] = [None] * dist.get_world_size(group)
+        parts: list[Any] = [None] * world_size(group)
         dist.all_gather_object(parts, ([t.packed() for t in self.stored], self.clusters), group=group)
         self.stored, self.clusters = [], []
         for stored, clusters in parts:
