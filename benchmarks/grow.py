@@ -1,8 +1,8 @@
-"""What growing the key width brings, against every other way to do it, and what it costs.
+"""Growth of the key width compared with other methods, and its cost.
 
     python -m benchmarks.grow kinds               least-squares residuals on eight kinds of data
-    python -m benchmarks.grow train [--quick]     several ways to widen, several seeds, a task with and one without need
-    python -m benchmarks.grow optimizer [--quick] what becomes of Adam's moments
+    python -m benchmarks.grow train [--quick]     several methods and seeds; a task that needs width, one that does not
+    python -m benchmarks.grow optimizer [--quick] policies for Adam's state after growth
     python -m benchmarks.grow heads [--quick]     the head with the highest score against a random one
     python -m benchmarks.grow compressed          a refit from compressed statistics against one from exact ones
     python -m benchmarks.grow cost  [--quick]     time and memory on a 6-layer, 8-head, width-256 model
@@ -43,6 +43,16 @@ def train(model: Reader, optimizer: torch.optim.Optimizer, task: Task, draws: to
         optimizer.step()
 
 
+def trained(
+    task: Task, seed: int, steps: int, rate: float = RATE, **sizes: int
+) -> tuple[Reader, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Reader(task, **sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    train(model, optimizer, task, torch.Generator().manual_seed(seed), steps)
+    return model, optimizer
+
+
 @torch.no_grad()
 def validation(model: Reader, task: Task) -> float:
     return float(model.loss(*task.draw(1024, torch.Generator().manual_seed(12345))))
@@ -63,7 +73,7 @@ def held_out(model: Reader, task: Task, seed: int) -> Callable[[], Tensor]:
 
 
 ALL = ("gram", "fisher", "refit")
-WAYS: dict[str, Any] = {
+METHODS: dict[str, Any] = {
     "no growth": None,
     "random": (random_both,),
     "random queries, zero keys": (random_queries,),
@@ -84,15 +94,9 @@ def compare_training(
     for seed in seeds:
         if rows.has(seed):
             continue
-        torch.manual_seed(seed)
-        base = Reader(task, key_width=k)
-        optimizer = torch.optim.AdamW(base.parameters(), RATE)
-        train(base, optimizer, task, torch.Generator().manual_seed(seed), steps)
-        torch.manual_seed(seed)
-        wide = Reader(task, key_width=k + p)
-        wide_optimizer = torch.optim.AdamW(wide.parameters(), RATE)
-        train(wide, wide_optimizer, task, torch.Generator().manual_seed(seed), steps)
-        for name, solutions in WAYS.items():
+        base, optimizer = trained(task, seed, steps, key_width=k)
+        wide, wide_optimizer = trained(task, seed, steps, key_width=k + p)
+        for name, solutions in METHODS.items():
             model, copied = copy.deepcopy((base, optimizer))
             torch.manual_seed(seed)
             if solutions is not None:
@@ -107,26 +111,26 @@ def compare_training(
         event = grower.grow(loss=held_out(model, task, seed))
         automatic.add("heads widened, change of held-out loss", seed, [len(event.changes), event.measured or 0.0])
         grower.close()
-        automatic.all = rows.all
-        automatic.all[automatic.part] = automatic.mine
+        automatic.all_parts = rows.all_parts
+        automatic.all_parts[automatic.part] = automatic.losses
         rows.save()
     print(f"\n{task.name}: 2 layers, 2 heads, width 32, k {k} -> {k + p} after {steps} steps;")
     print(f"validation loss right after growth, and after {' and '.join(map(str, later))} more steps")
     rows.print()
-    found = automatic.mine["heads widened, change of held-out loss"]
-    said = ", ".join(f"{n:.0f} heads ({change:+.3f})" for _, (n, change) in sorted(found.items()))
-    print(f"  grow(p='auto', heads='auto') widened, by seed: {said}")
+    by_seed = automatic.losses["heads widened, change of held-out loss"]
+    counts = ", ".join(f"{n:.0f} heads ({change:+.3f})" for _, (n, change) in sorted(by_seed.items()))
+    print(f"  grow(p='auto', heads='auto') widened, by seed: {counts}")
 
 
 def afterwards(
     model: Reader, optimizer: torch.optim.Optimizer, task: Task, seed: int, later: Sequence[int]
 ) -> list[float]:
-    found, draws, done = [validation(model, task)], torch.Generator().manual_seed(3000 + seed), 0
+    losses, draws, done = [validation(model, task)], torch.Generator().manual_seed(3000 + seed), 0
     for steps in later:
         train(model, optimizer, task, draws, steps - done)
         done = steps
-        found.append(validation(model, task))
-    return found
+        losses.append(validation(model, task))
+    return losses
 
 
 POLICIES = ("pace 3 (the default)", "pace 1", "zeros under the old step counter", "optimizer rebuilt")
@@ -135,16 +139,13 @@ POLICIES = ("pace 3 (the default)", "pace 1", "zeros under the old step counter"
 def compare_policies(
     task: Task, rate: float, seeds: Sequence[int], steps: int, later: Sequence[int], file: Path | None
 ) -> None:
-    """The same growth, four ways to go on with AdamW."""
-    for way, solutions in {"default": ALL, "random queries, zero keys": (random_queries,)}.items():
-        rows = Rows(file, f"optimizer, rate {rate:g}: {way}")
+    """The same growth, and four ways to continue with AdamW."""
+    for name, solutions in {"default": ALL, "random queries, zero keys": (random_queries,)}.items():
+        rows = Rows(file, f"optimizer, rate {rate:g}: {name}")
         for seed in seeds:
             if rows.has(seed):
                 continue
-            torch.manual_seed(seed)
-            base = Reader(task, layers=1, key_width=2)
-            optimizer = torch.optim.AdamW(base.parameters(), rate)
-            train(base, optimizer, task, torch.Generator().manual_seed(seed), steps)
+            base, optimizer = trained(task, seed, steps, rate, layers=1, key_width=2)
             for policy in POLICIES:
                 torch.manual_seed(seed)
                 model, state = copy.deepcopy((base, optimizer))
@@ -162,15 +163,13 @@ def compare_policies(
                     forget(model, state, ("exp_avg", "exp_avg_sq"))
                 rows.add(policy, seed, afterwards(model, state, task, seed, later))
             rows.save()
-        print(f"\noptimizer after growth, learning rate {rate:g}, {way}: {task.name}, 1 layer, 2 heads, k 2 -> 4;")
-        print(
-            f"validation loss after growth, and after {' and '.join(map(str, later))} more steps | less the default's"
-        )
+        print(f"\noptimizer after growth, learning rate {rate:g}, {name}: {task.name}, 1 layer, 2 heads, k 2 -> 4;")
+        print(f"validation loss after growth, and after {' and '.join(map(str, later))} more steps | minus the default")
         rows.print(against=POLICIES[0])
 
 
 def forget(model: Reader, optimizer: torch.optim.Optimizer, which: Sequence[str]) -> None:
-    """Zero moments for the new half of each head's dimensions."""
+    """Set the optimizer state of the new half of each head's dimensions to zero."""
     layer = model.blocks[0].attend
     assert isinstance(layer, MultiHead)
     new = torch.cat([torch.arange(s.start + 2, s.stop) for s in head_slices(layer.key_widths)])
@@ -181,15 +180,12 @@ def forget(model: Reader, optimizer: torch.optim.Optimizer, which: Sequence[str]
 
 
 def compare_compressed(task: Task, seeds: Sequence[int], steps: int) -> None:
-    """The refit from tokens kept exactly, and from at most 16 clusters of Gram matrices."""
+    """The refit from tokens stored exactly, and from at most 16 clusters of Gram matrices."""
     print(f"\ncompressed statistics: {task.name}, refit, k 2 -> 4; validation loss right after growth, their error")
     losses: dict[str, list[float]] = {"exact": [], "compressed": []}
     errors = []
     for seed in seeds:
-        torch.manual_seed(seed)
-        base = Reader(task, layers=1, key_width=2)
-        optimizer = torch.optim.AdamW(base.parameters(), RATE)
-        train(base, optimizer, task, torch.Generator().manual_seed(seed), steps)
+        base, optimizer = trained(task, seed, steps, layers=1, key_width=2)
         for name, memory in (("exact", 1 << 26), ("compressed", 0)):
             model, state = copy.deepcopy((base, optimizer))
             grower = observed(model, state, task, seed, memory=memory)
@@ -207,10 +203,7 @@ def compare_heads(task: Task, seeds: Sequence[int], steps: int, file: Path | Non
     for seed in seeds:
         if rows.has(seed):
             continue
-        torch.manual_seed(seed)
-        model = Reader(task, heads=4, key_width=2)
-        optimizer = torch.optim.AdamW(model.parameters(), RATE)
-        train(model, optimizer, task, torch.Generator().manual_seed(seed), steps)
+        model, optimizer = trained(task, seed, steps, heads=4, key_width=2)
         before = validation(model, task)
         gains = {}
         order = [(s.layer, s.head) for s in observed(model, optimizer, task, seed).scores()]
@@ -283,12 +276,12 @@ def cost(sequences: int, n: int, batch: int = 8) -> None:
     scored = time.perf_counter() - a
     top = [(scores[0].layer, scores[0].head)]
     size = sum(s.bytes for s in grower.statistics.values()) / 2**20
-    kept = copy.deepcopy(grower.statistics)
+    statistics_before = copy.deepcopy(grower.statistics)
     b = time.perf_counter()
     event = grower.grow(8, top, loss=lambda: model.loss(held), solutions=("gram",))
     c = time.perf_counter()
     event.undo()
-    grower.statistics, grower._reduced = kept, True
+    grower.statistics, grower._reduced = statistics_before, True
     d = time.perf_counter()
     grower.grow(8, top, loss=lambda: model.loss(held))
     e = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Losses by way and seed, kept in a file so that a comparison can be run a few seeds at a time; their intervals."""
+"""Losses by method and seed, stored in a file so that a comparison can be run a few seeds at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+
+from headwise.outputs import write_json
 
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
@@ -20,34 +22,34 @@ def interval(values: Sequence[float]) -> str:
 
 
 class Rows:
-    """{way: {seed: losses}}; `file` is read at the start and written after every seed."""
+    """{method: {seed: losses}}; `file` is read at the start and written after every seed."""
 
     def __init__(self, file: Path | None, part: str) -> None:
         self.file, self.part = file, part
-        self.all = json.loads(file.read_text()) if file is not None and file.exists() else {}
-        self.mine: dict[str, dict[str, list[float]]] = self.all.setdefault(part, {})
+        self.all_parts = json.loads(file.read_text()) if file is not None and file.exists() else {}
+        self.losses: dict[str, dict[str, list[float]]] = self.all_parts.setdefault(part, {})
 
-    def add(self, way: str, seed: int, losses: Sequence[float]) -> None:
-        self.mine.setdefault(way, {})[str(seed)] = list(losses)
+    def add(self, method: str, seed: int, losses: Sequence[float]) -> None:
+        self.losses.setdefault(method, {})[str(seed)] = list(losses)
 
     def has(self, seed: int) -> bool:
-        return bool(self.mine) and all(str(seed) in rows for rows in self.mine.values())
+        return bool(self.losses) and all(str(seed) in rows for rows in self.losses.values())
 
     def save(self) -> None:
         if self.file is not None:
-            self.file.write_text(json.dumps(self.all, indent=1))
+            write_json(self.file, self.all_parts)
 
-    def column(self, way: str, i: int) -> list[float]:
-        return [losses[i] for _, losses in sorted(self.mine[way].items())]
+    def column(self, method: str, i: int) -> list[float]:
+        return [losses[i] for _, losses in sorted(self.losses[method].items())]
 
     def print(self, *, against: str | None = None) -> None:
-        """A line a way: the mean loss with its interval at each time; `against` adds paired differences from one."""
-        for way, seeds in self.mine.items():
+        """One line per method: the mean loss with its interval at each time; `against` adds paired differences."""
+        for method, seeds in self.losses.items():
             times = range(len(next(iter(seeds.values()))))
-            line = "   ".join(interval(self.column(way, i)) for i in times)
-            if against is not None and way != against:
+            line = "   ".join(interval(self.column(method, i)) for i in times)
+            if against is not None and method != against:
                 paired = (
-                    [a - b for a, b in zip(self.column(way, i), self.column(against, i), strict=True)] for i in times
+                    [a - b for a, b in zip(self.column(method, i), self.column(against, i), strict=True)] for i in times
                 )
                 line += "   | " + "   ".join(interval(each) for each in paired)
-            print(f"  {way:34s} {line}")
+            print(f"  {method:34s} {line}")

@@ -173,7 +173,7 @@ def exponent_rows(scaling: Scaling) -> list[RatioRow]:
     for name, (middle, tolerance) in EXPONENTS.items():
         if name not in scaling.names():
             continue
-        fitted = [scaling.exponent(name, what).value for what in ("forward", "forward_backward")]
+        fitted = _exponents(scaling, name, "")
         if math.isinf(middle):
             fine, expected = max(fitted) <= tolerance, f"<= {tolerance:g}"
         else:
@@ -181,9 +181,14 @@ def exponent_rows(scaling: Scaling) -> list[RatioRow]:
         rows.append(RatioRow(f"exponent of time, {name}", None, expected, *fitted, fine))
     for name in ("efficient", "factored pooling"):
         if name in scaling.names():
-            fitted = [scaling.exponent(name, what).value for what in ("forward_mb", "forward_backward_mb")]
+            fitted = _exponents(scaling, name, "_mb")
             rows.append(RatioRow(f"exponent of memory, {name}", None, "<= 1.1", *fitted, max(fitted) <= 1.1))
     return rows
+
+
+def _exponents(scaling: Scaling, name: str, unit: str) -> tuple[float, float]:
+    fit = scaling.exponent
+    return fit(name, f"forward{unit}").value, fit(name, f"forward_backward{unit}").value
 
 
 def calls_of(name: str, n: int) -> tuple[Call, Call] | None:

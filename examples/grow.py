@@ -3,7 +3,7 @@
     python examples/grow.py [--quick]
 
 A one-layer model looks up values by key.  Its heads are two numbers wide, which is too few for 128 keys; the loop
-observes some backward passes, asks which heads are too narrow, and goes on with the same optimizer.  The run is
+observes some backward passes, grows the heads that are too narrow, and continues with the same optimizer.  The run is
 repeated without growth, and on a task where the width is not the bottleneck, where nothing should grow.
 """
 
@@ -36,7 +36,7 @@ def validation(model: Reader, task: Task) -> float:
     return float(model.loss(*task.draw(1024, torch.Generator().manual_seed(99))))
 
 
-def story(task: Task, first: int, more: int, watched: int) -> None:
+def compare_with_and_without_growth(task: Task, first: int, more: int, observed: int) -> None:
     print(f"\n{task.name}")
     torch.manual_seed(0)
     model = Reader(task, layers=1, heads=2, key_width=2)
@@ -46,7 +46,7 @@ def story(task: Task, first: int, more: int, watched: int) -> None:
     narrow, narrow_optimizer = copy.deepcopy((model, optimizer))
 
     grower = Grower(model, optimizer)
-    train(model, optimizer, task, watched, seed=2, grower=grower)
+    train(model, optimizer, task, observed, seed=2, grower=grower)
     for score in grower.scores():
         print(
             f"  {score.layer} head {score.head}: bottleneck {score.bottleneck:.4f}, of which both halves of the data "
@@ -56,12 +56,12 @@ def story(task: Task, first: int, more: int, watched: int) -> None:
     event = grower.grow(loss=lambda: model.loss(*held_out))
     grower.close()
     print(f"  {event}")
-    print(f"  {event.parameters_added} parameters more, loss {validation(model, task):.3f}")
+    print(f"  {event.parameters_added} parameters added, loss {validation(model, task):.3f}")
     train(model, optimizer, task, more, seed=4)
-    train(narrow, narrow_optimizer, task, watched, seed=2)
+    train(narrow, narrow_optimizer, task, observed, seed=2)
     train(narrow, narrow_optimizer, task, more, seed=4)
-    grown, stayed = validation(model, task), validation(narrow, task)
-    print(f"  after {more} steps more: loss {grown:.3f}, without growth {stayed:.3f}")
+    with_growth, without = validation(model, task), validation(narrow, task)
+    print(f"  after {more} more steps: loss {with_growth:.3f}, without growth {without:.3f}")
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     keys = 24 if quick else 128
     for task in (lookup(keys=keys), average(keys=keys)):
-        story(task, *((60, 20, 8) if quick else (400, 200, 32)))
+        compare_with_and_without_growth(task, *((60, 20, 8) if quick else (400, 200, 32)))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def main() -> None:
     model.eval()
 
     texts = [{"input_ids": x[None]} for x in text[-held:].view(7, length)]
-    few = [Choice("uniform"), Choice("offset", {"offset": -1}), Choice("toeplitz", {"reach": 32})]
+    few = [Choice("uniform"), Choice("offset", {"by": -1}), Choice("toeplitz", {"reach": 32})]
     few += [Choice("window", {"width": w, "leading": 1}) for w in (17, 65, 257) if 2 * w <= length]
     few += [Choice("near_far", {"block": b, "rank": 3, "leading": 1}) for b in (16, 64) if 4 * b <= length]
     effort = Effort(steps=6 if options.toy else 30, texts=1, options=5, evaluations=12)

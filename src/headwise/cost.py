@@ -1,9 +1,9 @@
 """What one `apply` costs: multiply-adds, stored scalars and sequential depth.
 
 multiply_adds  products inside matrix multiplications and weighted sums; exponentials and copies are not counted
-scalars        numbers alive at once beyond the inputs and the output
+scalars        numbers stored at once beyond the inputs and the output
 depth          length of the longest chain of dependent steps as a function of n (a scan over n steps has depth n;
-               a matrix product counts as one step, as in the sources' tables)
+               a matrix product counts as one step)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Every complaint headwise makes on purpose: one sentence that names the thing, the sizes and the fix."""
+"""The errors raised for bad input.  A message is one sentence: who, what was given, what to do."""
 
 
 class HeadwiseError(ValueError):
-    """The base of all errors raised for bad input; catch this one to catch them all."""
+    """The base of all errors raised for bad input."""
 
 
 class ShapeError(HeadwiseError):
@@ -14,11 +14,11 @@ class DtypeError(HeadwiseError):
 
 
 class NonFiniteError(HeadwiseError):
-    """NaN or infinity where a number is needed."""
+    """NaN or infinity in an argument that must be finite."""
 
 
 class UnsupportedError(HeadwiseError):
-    """The idea does not permit what was asked; the message says why and what to use instead."""
+    """An argument that the operator or model cannot honour; the message names an alternative."""
 
 
 class InputError(HeadwiseError):

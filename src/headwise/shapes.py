@@ -19,10 +19,10 @@ from headwise.errors import DtypeError, NonFiniteError, ShapeError
 
 
 def same_axis(owner: str, axis: str, **sizes: int) -> int:
-    """The common size of `axis`, or a ShapeError that says who brought which size."""
+    """The common size of `axis`, or a ShapeError that names every size."""
     if len(set(sizes.values())) > 1:
-        seen = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-        raise ShapeError(f"{owner}: axis {axis!r} must agree, but {seen}")
+        given = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ShapeError(f"{owner}: axis {axis!r} must agree, but {given}")
     return next(iter(sizes.values()))
 
 
@@ -41,21 +41,21 @@ def same_kind(owner: str, **tensors: Tensor) -> None:
         if not x.dtype.is_floating_point:
             raise DtypeError(f"{owner}: {name} must be floating point, but is {x.dtype}; convert it with .float()")
     if len({x.dtype for x in tensors.values()}) > 1:
-        seen = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
-        raise DtypeError(f"{owner}: dtypes must agree, but {seen}; convert one with .to(dtype)")
+        given = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
+        raise DtypeError(f"{owner}: dtypes must agree, but {given}; convert one with .to(dtype)")
     if len({x.device for x in tensors.values()}) > 1:
-        seen = ", ".join(f"{name} is on {x.device}" for name, x in tensors.items())
-        raise DtypeError(f"{owner}: devices must agree, but {seen}; move one with .to(device)")
+        given = ", ".join(f"{name} is on {x.device}" for name, x in tensors.items())
+        raise DtypeError(f"{owner}: devices must agree, but {given}; move one with .to(device)")
 
 
 def all_finite(owner: str, **tensors: Tensor) -> None:
-    """No NaN or infinity.  Silent while tracing or under vmap, where values cannot be looked at."""
+    """No NaN or infinity.  Not checked while tracing or under vmap, where values cannot be read."""
     if torch.compiler.is_compiling():
         return
     for name, x in tensors.items():
         x = x.detach()
         try:
-            # one reduction in the common case; a finite but overflowing sum is looked at again
+            # one reduction in the common case; an overflowing sum of finite numbers is checked again
             if math.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item()):
                 continue
             bad = int((~x.isfinite()).sum().item())
@@ -66,12 +66,12 @@ def all_finite(owner: str, **tensors: Tensor) -> None:
 
 
 def broadcast_batch(owner: str, **batches: Sequence[int]) -> torch.Size:
-    """The common batch shape, or a ShapeError that says who brought which."""
+    """The common batch shape, or a ShapeError that names every shape."""
     try:
         return torch.broadcast_shapes(*(tuple(shape) for shape in batches.values()))
     except RuntimeError as error:
-        seen = ", ".join(f"{name} has {tuple(shape)}" for name, shape in batches.items())
-        raise ShapeError(f"{owner}: batch axes must broadcast, but {seen}") from error
+        given = ", ".join(f"{name} has {tuple(shape)}" for name, shape in batches.items())
+        raise ShapeError(f"{owner}: batch axes must broadcast, but {given}") from error
 
 
 def broadcasts_to(owner: str, name: str, x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -85,5 +85,5 @@ def broadcasts_to(owner: str, name: str, x: Tensor, shape: Sequence[int]) -> Ten
 
 
 def filled(x: Tensor, pads: Sequence[int], value: float = 0.0) -> Tensor:
-    """F.pad(x, pads), but x itself where nothing is to be added, which F.pad would copy."""
+    """F.pad(x, pads), but x itself if all pads are zero, where F.pad would copy."""
     return torch.nn.functional.pad(x, list(pads), value=value) if any(pads) else x

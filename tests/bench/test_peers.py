@@ -27,8 +27,8 @@ def test_our_layers_are_compared_with_softmax() -> None:
     rows, _ = compare_layers(64, names=["softmax", "efficient"], rounds=1, seconds=0)
     softmax, efficient = rows
     assert efficient.ratios == pytest.approx(softmax.times.over(efficient.times))
-    with pytest.raises(InputError, match="no layer 'nobody'; there are softmax"):
-        compare_layers(64, names=["nobody"])
+    with pytest.raises(InputError, match="no layer 'unknown'; there are softmax"):
+        compare_layers(64, names=["unknown"])
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,9 +38,9 @@ def test_exponents_and_their_intervals() -> None:
 
 def test_work_is_done_in_turns() -> None:
     calls: list[str] = []
-    found = in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3)
+    measured = in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3)
     assert calls == ["a", "b"] * 4
-    assert set(found) == {"a", "b"}
+    assert set(measured) == {"a", "b"}
     in_turns({"a": lambda: calls.append("c")}, rounds=100, seconds=0)
     assert calls.count("c") == 2
     assert timing([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(3.0, 2.0)

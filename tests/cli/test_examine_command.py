@@ -72,30 +72,36 @@ def test_a_directory_with_random_tokens(saved: Path, tmp_path: Path) -> None:
     assert json.loads((out / "report.json").read_text())["inputs"]["length"] == 24
 
 
-def interrupted_factory() -> tuple[torch.nn.Module, list]:
-    """The same model, interrupted in its fourth forward pass: the excerpt and two batches are done by then."""
+def limited(passes: int) -> tuple[torch.nn.Module, list]:
+    """The same model, which interrupts the run when it is called more than `passes` times."""
     model, batches = factory()
-    passes = iter(range(3))
+    calls: list[int] = []
 
     def before(module: torch.nn.Module, args: tuple) -> None:
-        if next(passes, None) is None:
+        calls.append(0)
+        if len(calls) > passes:
             raise KeyboardInterrupt
 
     model.register_forward_pre_hook(before)
     return model, batches
 
 
+def three_passes() -> tuple[torch.nn.Module, list]:
+    return limited(3)  # the excerpt and two of three batches
+
+
+def two_passes() -> tuple[torch.nn.Module, list]:
+    return limited(2)  # the excerpt and the last batch
+
+
 def test_an_interrupted_run_is_resumed_and_never_mixed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    out = tmp_path / "out"
-    assert main(["examine", SPEC.replace("factory", "interrupted_factory"), "-o", str(out)]) == 130
+    out, specs = tmp_path / "out", [SPEC.replace("factory", name) for name in ("three_passes", "two_passes")]
+    assert main(["examine", specs[0], "-o", str(out)]) == 130
     assert not (out / "report.html").exists()
-    partial = sorted((out / ".unfinished").glob("batch-*.pt"))
-    assert len(partial) == 2
+    assert len(list((out / ".unfinished").glob("batch-*.pt"))) == 2
     assert "another model, other inputs or other settings" in refused(capsys, out, SPEC, "--resume", "--seed", "1")
-    times = [file.stat().st_mtime_ns for file in partial]
-    torch.save([], partial[0].with_name("batch-000002.pt"))  # read if the run is resumed: a batch of no text
-    assert main(["examine", SPEC, "-o", str(out), "--resume"]) == 0
-    assert json.loads((out / "report.json").read_text())["inputs"]["texts"] == len(times) == 2
+    assert main(["examine", specs[1], "-o", str(out), "--resume", "--no-ablations"]) == 0
+    assert json.loads((out / "report.json").read_text())["inputs"]["texts"] == 3
 
 
 def test_bad_models(tmp_path: Path, saved: Path, capsys: pytest.CaptureFixture) -> None:

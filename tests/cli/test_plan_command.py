@@ -46,7 +46,7 @@ def test_a_table_a_figure_and_a_plan(factory: str, tmp_path: Path, capsys: pytes
     assert json.loads(capsys.readouterr().out)["measure"] == "cosine"
 
 
-def test_bad_input_is_a_sentence_and_no_plan(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_message_and_no_plan(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "none"
     for arguments, words in (
         (["python:few_texts:build"], "at least 6 batches"),
@@ -59,7 +59,7 @@ def test_bad_input_is_a_sentence_and_no_plan(factory: str, tmp_path: Path, capsy
         assert not (out / "plan.json").exists()
 
 
-def test_what_is_refused_leaves_no_directory(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_run_leaves_no_directory(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", factory, "--tolerance", "-1", "-o", str(tmp_path / "out")]) == 2
     assert "tolerance" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

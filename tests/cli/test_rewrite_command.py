@@ -116,7 +116,7 @@ SITE = "encoder.layer.0.attention.self"
 
 
 @pytest.mark.parametrize(
-    "changes, sentence",
+    "changes, message",
     [
         ({"sites": {SITE: [{"kind": "wndow"}] * 4}}, "wndow"),
         ({"sites": {SITE: [{"kind": "window", "size": 3}] * 4}}, "size"),
@@ -124,7 +124,7 @@ SITE = "encoder.layer.0.attention.self"
         ({"length": 4096}, "the plan is for a length of 4096, but BertModel has 512 positions"),
     ],
 )
-def test_edited_plans(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, sentence: str) -> None:
+def test_edited_plans(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, message: str) -> None:
     _, _, source, plan = bert
     edited(plan, **changes)
     before = sorted(tmp_path.iterdir())
@@ -132,7 +132,7 @@ def test_edited_plans(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     error = capsys.readouterr().err
     assert error.startswith("headwise rewrite: ")
     assert error.count("\n") == 1
-    assert sentence in error
+    assert message in error
     assert sorted(tmp_path.iterdir()) == before  # nothing is written
 
 

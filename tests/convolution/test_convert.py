@@ -1,4 +1,4 @@
-"""Whole models: what is converted, what is left and why, and that the result is a model like any other."""
+"""Converting layers and models: equal outputs, receipts, reasons for what is left, saving, exporting, training."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def configurations(axes: int) -> Iterator[Any]:
     options = itertools.product(KERNELS[axes], STRIDES[axes], DILATIONS[axes], PADDINGS, BORDERS, GROUPS)
     for kernel, stride, dilation, padding, border, (inputs, outputs, groups) in options:
         if padding == "same" and max(stride) > 1:
-            continue  # torch itself refuses it
+            continue  # torch does not support it
         yield KINDS[axes](
             inputs,
             outputs,

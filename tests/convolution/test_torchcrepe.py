@@ -56,16 +56,16 @@ def test_converted_whole(size: str, layers: int, parameters: int, monkeypatch: p
     model, x = network(size, monkeypatch), tones()
     new, receipt = convert(model, probe=x)
     with torch.no_grad():
-        expected, found = model(x), new(x)
-    print(f"torchcrepe {size}: {receipt}; pitches {[round(f, 1) for f in hertz(found).tolist()]}")
+        expected, output = model(x), new(x)
+    print(f"torchcrepe {size}: {receipt}; pitches {[round(f, 1) for f in hertz(output).tolist()]}")
     assert len(receipt.parts) == layers
     assert receipt.left == ()
     assert receipt.parameters_before == receipt.parameters_after == parameters
     assert not any(isinstance(part, nn.Conv2d) for part in new.modules())
-    assert (found - expected).abs().max() <= 1e-4
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert (output - expected).abs().max() <= 1e-4
+    assert torch.equal(output.argmax(-1), expected.argmax(-1))
     # the estimates are the true pitches, so the comparison is meaningful
-    cents = 1200 * torch.log2(hertz(found) / torch.tensor(FREQUENCIES))
+    cents = 1200 * torch.log2(hertz(output) / torch.tensor(FREQUENCIES))
     assert cents.abs().max() < 50
     back = to_convolution(new).state_dict()
     assert all(torch.equal(back[name], value) for name, value in model.state_dict().items())

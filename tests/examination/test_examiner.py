@@ -75,13 +75,17 @@ def test_interrupted_work_is_not_repeated(bert: torch.nn.Module, tmp_path: Path)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        examine(bert, batches, partial_directory=tmp_path, progress=stop_after_two)
-    kept = sorted(path.name for path in tmp_path.iterdir())
-    assert kept == ["batch-000000.pt", "batch-000001.pt"]
-    stamps = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    resumed = examine(bert, batches, partial_directory=tmp_path)
-    assert all((tmp_path / name).stat().st_mtime_ns == stamp for name, stamp in stamps.items())
+        examine(bert, batches, partial_results=tmp_path, progress=stop_after_two)
+    kept = sorted(tmp_path.glob("batch-*.pt"))
+    assert [path.name[:12] for path in kept] == ["batch-000000", "batch-000001"]
+    stamps = [path.stat().st_mtime_ns for path in kept]
+    resumed = examine(bert, batches, partial_results=tmp_path)
+    assert [path.stat().st_mtime_ns for path in kept] == stamps
     assert resumed.to_json() == examine(bert, batches).to_json()
+    with pytest.raises(InputError, match="another model, other inputs or other settings"):
+        examine(bert, batches, partial_results=tmp_path, seed=1)
+    other = texts(4)
+    assert examine(bert, other, partial_results=tmp_path).to_json() == examine(bert, other).to_json()
 
 
 def test_measurements_survive_a_file(bert: torch.nn.Module, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two processes see different data and grow the same weights; a wrapper made before growth refuses to go on."""
+"""Two processes observe different data and grow the same weights; a wrapper made before growth refuses to run."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ F64 = torch.float64
 
 
 def attention_loss(x: Tensor, y: Tensor, z: Tensor, values: Tensor, target: Tensor, allowed: Tensor | None) -> Tensor:
-    """A loss that depends on Z only through softmax(X Z Y^T): what growing is to lower."""
+    """A loss that depends on Z only through softmax(X Z Y^T)."""
     s = x @ z @ y.mT
     if allowed is not None:
         s = s.masked_fill(~allowed, -math.inf)
@@ -61,8 +61,8 @@ def problem(
     gram_q = torch.stack([a for a, _ in grams]).sum(0) / (n * sequences)
     gram_k = torch.stack([c for _, c in grams]).mean(0)
     shares = torch.ones(sequences)
-    found = Problem(torch.stack(folds), shares, present, gram_q, gram_k, tokens)
-    return found, {"loss": loss, "data": data, "tokens": tokens, "allowed": allowed}
+    case = Problem(torch.stack(folds), shares, present, gram_q, gram_k, tokens)
+    return case, {"loss": loss, "data": data, "tokens": tokens, "allowed": allowed}
 
 
 @pytest.mark.parametrize("solution", ["gram", "fisher", "refit"])
@@ -111,7 +111,7 @@ def test_new_dimensions_lie_outside_the_present_ones_and_match_the_best_of_many_
     present = q.root @ case.present.wq[0]
     assert float((present.mT @ r).abs().max()) < 1e-10 * float(r.abs().max())
     best = float(torch.linalg.svdvals(r)[:2].square().sum().sqrt())
-    found = 0.0
+    by_search = 0.0
     for start in range(8):
         torch.manual_seed(start)
         a, b = (torch.randn(n, 2, dtype=F64).requires_grad_() for n in r.shape)
@@ -125,8 +125,8 @@ def test_new_dimensions_lie_outside_the_present_ones_and_match_the_best_of_many_
             return value
 
         optimizer.step(closure)
-        found = max(found, -closure().item())
-    assert best == pytest.approx(found, rel=1e-6)
+        by_search = max(by_search, -closure().item())
+    assert best == pytest.approx(by_search, rel=1e-6)
 
 
 def one_sequence(seed: int, n: int = 14, d: int = 6) -> tuple[Tensor, Tensor]:
@@ -192,9 +192,9 @@ def test_rank_deficient_tokens_use_the_pseudo_inverse() -> None:
 
 @pytest.mark.parametrize("kind", kinds())
 def test_the_refit_beats_plain_truncation_on_every_kind_of_data(kind: str) -> None:
-    found = compare(*kinds()[kind], rank=3)
-    assert found["refit"] < found["plain"] * (1 - 1e-6)
-    assert found["free"] <= found["refit"] + 1e-9
+    residuals = compare(*kinds()[kind], rank=3)
+    assert residuals["refit"] < residuals["plain"] * (1 - 1e-6)
+    assert residuals["free"] <= residuals["refit"] + 1e-9
 
 
 def test_the_normal_map_is_what_plain_torch_says() -> None:
@@ -219,9 +219,9 @@ def test_the_normal_map_is_what_plain_torch_says() -> None:
             torch.testing.assert_close(NormalMap([tokens], centred=centred)(z), expected)
             c = torch.zeros(5, 5, dtype=F64)
             for row in weights:
-                seen = y[row > 0]
-                seen = seen - seen.mean(0) if centred else seen
-                c += seen.mT @ seen / len(weights)
+                keys = y[row > 0]
+                keys = keys - keys.mean(0) if centred else keys
+                c += keys.mT @ keys / len(weights)
             torch.testing.assert_close(tokens.grams(centred=centred)[1], c)
 
 
@@ -253,32 +253,32 @@ def test_grouped_queries_share_new_keys_and_still_lower_the_loss() -> None:
     assert abs(float((r * tangent).sum())) < 1e-9 * float(r.norm() * tangent.norm())
 
 
-def test_the_bottleneck_falls_with_p_and_two_halves_judge_it() -> None:
+def test_the_bottleneck_falls_with_p_and_is_validated_on_two_halves() -> None:
     case, _ = problem(0)
-    found = bottleneck(case, case.descent, *roots(case))
-    falls = found.remaining()
-    assert falls[0].item() == pytest.approx(found.score)
-    assert bool((falls.diff() <= 0).all())
-    assert falls[-1] == 0
+    limits = bottleneck(case, case.descent, *roots(case))
+    remaining = limits.remaining()
+    assert remaining[0].item() == pytest.approx(limits.score)
+    assert bool((remaining.diff() <= 0).all())
+    assert remaining[-1] == 0
     # folds that agree up to noise, and folds that are noise only: 30 draws of each
     torch.manual_seed(0)
     q, k = roots(case)
     draws: dict[str, list[tuple[float, float, float]]] = {"true": [], "false": []}
     plans = {"true": 0, "false": 0}
     for _ in range(30):
-        noise = math.sqrt(found.score / 56) * (q.root @ torch.randn_like(case.folds) @ k.root)
+        noise = math.sqrt(limits.score / 56) * (q.root @ torch.randn_like(case.folds) @ k.root)
         for name, folds in (("true", case.descent + 0.3 * noise), ("false", noise)):
             judged = Problem(folds, case.shares, case.present, case.gram_q, case.gram_k)
             raw, validated, _ = score(judged)
             draws[name].append((raw, validated, float(alignment(judged, 1))))
             plans[name] += len(choose({("layer", 0): judged}, "auto", "auto"))
     true, false = (torch.tensor(draws[name]).mean(0) for name in ("true", "false"))
-    assert true[0] > found.score  # noise inflates the raw score, not the validated one
-    assert true[1].item() == pytest.approx(found.score, rel=0.05)
+    assert true[0] > limits.score  # noise inflates the raw score, not the validated one
+    assert true[1].item() == pytest.approx(limits.score, rel=0.05)
     assert abs(false[1]) < 0.15 * false[0]
     assert true[2] > 0.9
     assert abs(false[2]) < 0.2
-    # growth is proposed where there is something to find, and seldom where there is not
+    # growth is proposed where there is a signal, and seldom where there is none
     assert plans["true"] == 30
     assert plans["false"] <= 10
 
@@ -292,7 +292,7 @@ def test_shrinking_drops_the_direction_that_changes_the_scores_least() -> None:
     q, k = (root(g) for g in (case.gram_q, case.gram_k))
     s = torch.linalg.svdvals(q.root @ case.present.product()[0] @ k.root)
     assert score_change(case, fewer) == pytest.approx(float(s[3]), rel=1e-4)
-    # a direction that does nothing goes without a trace
+    # a direction without effect can be removed without changing the loss
     idle = Factors(
         torch.cat([case.present.wq, torch.randn(1, 8, 1, dtype=F64)], -1),
         torch.cat([case.present.wk, torch.zeros(7, 1, dtype=F64)], -1),

@@ -1,4 +1,4 @@
-"""M, Gram matrices and their streaming sums against autograd on explicit n x n scores, in float64."""
+"""M, Gram matrices and their sums over batches against autograd on explicit n x n scores, in float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def case(kind: str, **options: Any) -> tuple[MultiHead, Tensor, dict[str, Any]]:
         "key_mask": {"key_mask": key_mask},
         "causal and padding": {"causal": True, "key_mask": key_mask},
         "mask": {"pair_mask": torch.rand(N, N) > 0.3},
-        "bias": {"bias": torch.randn(N, N, dtype=F64)},
+        "attn_bias": {"attn_bias": torch.randn(N, N, dtype=F64)},
     }
     return layer, x, masks[kind]
 
@@ -59,21 +59,21 @@ def appended(observed: ObservedPass, build: Callable[..., AttentionOperator], *,
     return -grad
 
 
-KINDS = ["plain", "causal", "key_mask", "causal and padding", "mask", "bias"]
+KINDS = ["plain", "causal", "key_mask", "causal and padding", "mask", "attn_bias"]
 
 
 def allowed(masks: dict[str, Any]) -> Tensor:
-    seen = torch.ones(B, 1, N, N, dtype=torch.bool)
+    visible = torch.ones(B, 1, N, N, dtype=torch.bool)
     if masks.get("causal"):
-        seen = seen.tril()
+        visible = visible.tril()
     if "key_mask" in masks:
-        seen = seen & masks["key_mask"][:, None, None, :]
-    return seen & masks["pair_mask"] if "pair_mask" in masks else seen
+        visible = visible & masks["key_mask"][:, None, None, :]
+    return visible & masks["pair_mask"] if "pair_mask" in masks else visible
 
 
 def by_hand(layer: MultiHead, x: Tensor, masks: dict[str, Any], weights: Tensor) -> Tensor:
     """-dL/dZ (b, h, d_q, d_k) with S = [x 1] Z x^T + bias written out: heads one by one, scores formed."""
-    found = torch.zeros(B, HEADS, WIDTH + 1, WIDTH, dtype=F64)
+    gradients = torch.zeros(B, HEADS, WIDTH + 1, WIDTH, dtype=F64)
     for b in range(B):
         outputs, zs = [], []
         for h in range(HEADS):
@@ -82,16 +82,16 @@ def by_hand(layer: MultiHead, x: Tensor, masks: dict[str, Any], weights: Tensor)
             wq = torch.cat([layer.query.weight[rows].T, layer.query.bias[rows][None]]) / math.sqrt(k)
             z = (wq @ layer.key.weight[rows]).detach().requires_grad_()
             s = augmented(x[b], True) @ z @ x[b].T
-            if "bias" in masks:
-                s = s + masks["bias"]
+            if "attn_bias" in masks:
+                s = s + masks["attn_bias"]
             s = s.masked_fill(~allowed(masks)[b, 0], -math.inf)
             p = torch.softmax(s, -1)
             outputs.append(p @ (x[b] @ layer.value.weight[values].T + layer.value.bias[values]))
             zs.append(z)
         y = torch.cat(outputs, -1) @ layer.out.weight.T + layer.out.bias
         for h, grad in enumerate(torch.autograd.grad((y * weights[b]).sum(), zs)):
-            found[b, h] = -grad
-    return found
+            gradients[b, h] = -grad
+    return gradients
 
 
 def observed(layer: MultiHead, x: Tensor, masks: dict[str, Any], weights: Tensor, **options: Any) -> LayerStatistics:
@@ -113,18 +113,18 @@ def test_folds_are_the_gradient_of_explicit_scores(kind: str) -> None:
     layer, x, masks = case(kind)
     weights = torch.randn(B, N, WIDTH, dtype=F64)
     expected = by_hand(layer, x, masks, weights)
-    found = observed(layer, x, masks, weights)
-    torch.testing.assert_close(found.folds[0], expected[0] + expected[2])  # sequences are assigned to folds in turn
-    torch.testing.assert_close(found.folds[1], expected[1])
-    assert found.shares.tolist() == pytest.approx([2 / 3, 1 / 3])
+    statistics = observed(layer, x, masks, weights)
+    torch.testing.assert_close(statistics.folds[0], expected[0] + expected[2])  # folds are filled in turn
+    torch.testing.assert_close(statistics.folds[1], expected[1])
+    assert statistics.shares.tolist() == pytest.approx([2 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal"])
 def test_appended_operands_give_the_same_through_the_fused_kernel(kind: str) -> None:
     layer, x, masks = case(kind)
     weights = torch.randn(B, N, WIDTH, dtype=F64)
-    found = appended(one_pass(layer, x, masks, weights), lambda q, k: softmax(q, k, **masks), bias=True)
-    torch.testing.assert_close(found, by_hand(layer, x, masks, weights).sum(0))
+    result = appended(one_pass(layer, x, masks, weights), lambda q, k: softmax(q, k, **masks), bias=True)
+    torch.testing.assert_close(result, by_hand(layer, x, masks, weights).sum(0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,22 +132,22 @@ def test_only_rows_with_a_gradient_count_in_the_metrics_and_the_stored_tokens(ki
     layer, x, masks = case(kind)
     weights = torch.randn(B, N, WIDTH, dtype=F64)
     weights[1, 2:] = 0  # the loss depends on two rows of sequence 1
-    found = observed(layer, x, masks, weights)
+    statistics = observed(layer, x, masks, weights)
     live = (weights != 0).any(-1)
     gram_q, gram_k = torch.zeros(WIDTH + 1, WIDTH + 1, dtype=F64), torch.zeros(WIDTH, WIDTH, dtype=F64)
     normal, z = torch.zeros(WIDTH + 1, WIDTH, dtype=F64), torch.randn(WIDTH + 1, WIDTH, dtype=F64)
     for b in range(B):
         for i in live[b].nonzero().flatten():
-            row, seen = torch.cat([x[b, i], torch.ones(1, dtype=F64)]), x[b, allowed(masks)[b, 0, i]]
-            seen = seen - seen.mean(0)
+            row, keys = torch.cat([x[b, i], torch.ones(1, dtype=F64)]), x[b, allowed(masks)[b, 0, i]]
+            keys = keys - keys.mean(0)
             gram_q += torch.outer(row, row)
-            gram_k += seen.T @ seen
-            normal += torch.outer(row, row @ z @ seen.T @ seen)
+            gram_k += keys.T @ keys
+            normal += torch.outer(row, row @ z @ keys.T @ keys)
     count = int(live.sum())
-    torch.testing.assert_close(found.means()[0], gram_q / count)
-    torch.testing.assert_close(found.means()[1], gram_k / count)
-    torch.testing.assert_close(found.normal()(z), normal)
-    assert found.compression_error() == 0
+    torch.testing.assert_close(statistics.means()[0], gram_q / count)
+    torch.testing.assert_close(statistics.means()[1], gram_k / count)
+    torch.testing.assert_close(statistics.normal()(z), normal)
+    assert statistics.compression_error() == 0
 
 
 def test_a_random_subset_of_rows_is_unbiased() -> None:
@@ -184,12 +184,12 @@ def test_beyond_the_budget_gram_matrices_are_clustered_and_the_error_is_measured
     layer, _, _ = case("plain")
     weights = torch.randn(B, N, WIDTH, dtype=F64)
     bases = torch.randn(4, N, WIDTH, dtype=F64)
-    alike, varied = (LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64, memory=0) for _ in range(2))
+    similar, varied = (LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64, memory=0) for _ in range(2))
     whole = LayerStatistics(HEADS, WIDTH + 1, WIDTH, dtype=F64)
     watch = Watch("layer", layer)
     for step in range(20):
         for statistics, x in (
-            (alike, bases[torch.tensor([step % 4, (step + 1) % 4, 0])]),
+            (similar, bases[torch.tensor([step % 4, (step + 1) % 4, 0])]),
             (varied, torch.randn(B, N, WIDTH, dtype=F64) * torch.randn(B, 1, WIDTH, dtype=F64).exp()),
         ):
             (layer(x) * weights).sum().backward()
@@ -198,10 +198,10 @@ def test_beyond_the_budget_gram_matrices_are_clustered_and_the_error_is_measured
             if statistics is varied:
                 whole.add(call, bias=True)
     watch.close()
-    assert alike.used == varied.used == 0
+    assert similar.used == varied.used == 0
     assert len(varied.clusters) <= 16
     assert varied.bytes < whole.bytes
-    assert alike.compression_error() < 1e-12  # four kinds of sequences, sixteen clusters
+    assert similar.compression_error() < 1e-12  # four kinds of sequences, sixteen clusters
     # the reported error is the true one
     exact, approximate = whole.normal()(varied.z), varied.normal()(varied.z)
     assert varied.compression_error() == pytest.approx(float((approximate - exact).norm() / exact.norm()))

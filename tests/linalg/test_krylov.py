@@ -61,7 +61,7 @@ def test_small_matrices_are_exact(m: int, n: int, batch: tuple[int, ...], data: 
     seed=st.integers(0, 1000),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_error_estimates_bound_the_errors(
+def test_estimates_bound_the_errors(
     kind: str, sharpness: float, m: int, n: int, seed: int, dtype: torch.dtype
 ) -> None:
     p = attention(kind, sharpness, m, n, seed).to(dtype)

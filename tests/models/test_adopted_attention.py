@@ -1,4 +1,4 @@
-"""Adopted models compute what they computed before, can be grown, and come back from a checkpoint."""
+"""Adopted models compute the same function, can be grown, and load from a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batch() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "make", [bert, gpt2, lambda: gpt2(scale_attn_by_inverse_layer_idx=True)], ids=["bert", "gpt2", "gpt2 layer scale"]
 )
-def test_the_function_stays_and_the_model_grows(make: Any) -> None:
+def test_the_function_is_preserved_and_the_model_grows(make: Any) -> None:
     model, data = make(), batch()
     key_mask = data["attention_mask"].bool()
     before = model(**data, use_cache=False) if "GPT2" in type(model).__name__ else model(**data)
@@ -90,7 +90,7 @@ def test_torch_encoders_are_adopted() -> None:
     assert len(grower.scores()) == 4
 
 
-def test_what_cannot_be_adopted_is_said() -> None:
+def test_unsupported_models_and_arguments() -> None:
     with pytest.raises(UnsupportedError, match=r"Linear has no nn.MultiheadAttention and no attention like"):
         adopt(nn.Linear(2, 2))
     with pytest.raises(UnsupportedError, match=r"dropout 0.1 on the attention weights.*call .eval\(\)"):

@@ -108,7 +108,7 @@ def test_models_that_the_theorems_do_not_apply_to(tmp_path: Path) -> None:
         audit_weights(nn.ModuleList([MultiHead(8, 2), MultiHead(4, 2)]))
     with pytest.raises(HeadwiseError, match="softmax attention, not to efficient"):
         audit_weights(MultiHead(8, 2, build=efficient))
-    with pytest.raises(HeadwiseError, match="append a key that is in no input"):
+    with pytest.raises(HeadwiseError, match="append a key without a token"):
         audit_weights(nn.MultiheadAttention(8, 2, add_bias_kv=True))
 
 

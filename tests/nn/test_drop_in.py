@@ -66,16 +66,16 @@ def gradients(module: nn.MultiheadAttention) -> list[Tensor]:
     """In the order query, key, value: weights, then biases, then the way out."""
     packed = module.in_proj_weight
     weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-    found = [grad(w) for w in weights if w is not None] if packed is None else list(grad(packed).chunk(3))
-    found += [] if module.in_proj_bias is None else list(grad(module.in_proj_bias).chunk(3))
-    return [*found, *(grad(parameter) for parameter in module.out_proj.parameters())]
+    result = [grad(w) for w in weights if w is not None] if packed is None else list(grad(packed).chunk(3))
+    result += [] if module.in_proj_bias is None else list(grad(module.in_proj_bias).chunk(3))
+    return [*result, *(grad(parameter) for parameter in module.out_proj.parameters())]
 
 
 def our_gradients(layer: MultiHead) -> list[Tensor]:
     parts = (layer.query, layer.key, layer.value)
-    found = [grad(part.weight) for part in parts]
-    found += [grad(part.bias) for part in parts] if layer.query.bias is not None else []
-    return [*found, *(grad(parameter) for parameter in layer.out.parameters())]
+    result = [grad(part.weight) for part in parts]
+    result += [grad(part.bias) for part in parts] if layer.query.bias is not None else []
+    return [*result, *(grad(parameter) for parameter in layer.out.parameters())]
 
 
 @pytest.mark.parametrize("which", ALL_MASKS)

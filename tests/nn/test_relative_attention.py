@@ -93,12 +93,12 @@ def by_definition(module: RelativeAttention, x: Tensor) -> Tensor:
 def test_it_is_the_sum_over_heads(kind: str, name: str) -> None:
     module = layer(kind, name)
     x = normal(2, module.geometry.in_channels, *GRIDS[name], seed=0).requires_grad_()
-    found, expected = module(x), by_definition(module, x)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    pull = normal(*found.shape, seed=5)
+    output, expected = module(x), by_definition(module, x)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    pull = normal(*output.shape, seed=5)
     leaves = [x, *module.parameters()]
-    for a, b in zip(torch.autograd.grad(found, leaves, pull), torch.autograd.grad(expected, leaves, pull), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    gradients = [torch.autograd.grad(y, leaves, pull) for y in (output, expected)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["shift", "separable", "free"])
@@ -160,10 +160,10 @@ def test_every_dtype(kind: str, dtype: torch.dtype) -> None:
     module = layer(kind, "plane")
     x = normal(2, 4, 4, 5, seed=0)
     expected = module(x)
-    found = layer(kind, "plane").to(dtype)(x.to(dtype))
-    assert found.dtype == dtype
+    output = layer(kind, "plane").to(dtype)(x.to(dtype))
+    assert output.dtype == dtype
     tolerance = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-5}[dtype]
-    assert (found.double() - expected).abs().max() < tolerance * expected.abs().max()
+    assert (output.double() - expected).abs().max() < tolerance * expected.abs().max()
 
 
 def test_sharp_heads_on_a_grid_become_shifts() -> None:

@@ -41,14 +41,14 @@ def test_four_terms(grid: tuple[int, ...], queries: tuple[int, ...]) -> None:
     a, c, u, v = normal(2, m, 5, seed=0), normal(2, n, 5, seed=1), normal(2, 5, seed=2), normal(2, 5, seed=3)
     leaves = [x.requires_grad_() for x in (a, c, u, v, table)]
     q, bias = four_terms(a, table, index, content=u, place=v)
-    found = q @ c.mT + bias
+    output = q @ c.mT + bias
     where = {tuple(d): i for i, d in enumerate(offsets.tolist())}
     assert len(where) == len(offsets)
     expected = four_terms_by_loops(a, c, lambda d: table[:, where[d]], u, v, grid, queries)
-    torch.testing.assert_close(found, expected)
-    pull = normal(*found.shape, seed=5)
-    for x, y in zip(torch.autograd.grad(found, leaves, pull), torch.autograd.grad(expected, leaves, pull), strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(output, expected)
+    pull = normal(*output.shape, seed=5)
+    gradients = [torch.autograd.grad(y, leaves, pull) for y in (output, expected)]
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def test_the_quadratic_encoding_without_content_is_the_quadratic_head() -> None:
@@ -59,9 +59,9 @@ def test_the_quadratic_encoding_without_content_is_the_quadratic_head() -> None:
     q, bias = four_terms(
         nothing, quadratic_encoding(offsets.double()), index, content=torch.zeros(2, 3, dtype=torch.float64), place=v
     )
-    found = softmax(q, nothing, attn_bias=bias).dense()
+    output = softmax(q, nothing, attn_bias=bias).dense()
     expected = quadratic((3, 4), centres, log_width(alpha).unsqueeze(-1)).dense()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-14)
 
 
 def test_sinusoids_of_a_difference_turn_by_an_angle() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import headwise.operators
 from headwise.errors import DtypeError, ShapeError, UnsupportedError
-from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, Mask, supported, supports
+from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, Mask, MaskKind, supported, supports
 
 KEYS = torch.tensor([[True, True, False, True, False], [False, True, True, True, True]])  # (2, 5)
 PAIRS = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)) > 0.3  # (2, 3, 4, 5)
@@ -243,3 +245,20 @@ def test_a_mask_that_a_builder_does_not_support_raises() -> None:
     assert ATTN_BIAS not in supported(blocks)
     with pytest.raises(TypeError):
         padded(q, tokens=3)
+
+
+COMPOSITIONS = {"add", "kronecker", "per_head", "product", "scale", "transpose", "supported", "supports"}
+BUILDERS = [name for name in headwise.operators.__all__ if name.islower() and name not in COMPOSITIONS]
+
+
+@pytest.mark.parametrize("kind", MaskKind)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_builder_takes_a_kind_of_mask_or_says_what_to_use_instead(name: str, kind: MaskKind) -> None:
+    build = getattr(headwise.operators, name)
+    parameters = inspect.signature(build).parameters
+    if kind in supported(build):
+        assert kind.value in parameters or (kind is CAUSAL and name.endswith("_blocks"))
+        return
+    assert kind.value not in parameters
+    with pytest.raises(UnsupportedError, match=f"^{name}: does not support {kind.value}; use "):
+        build(**{kind.value: True if kind is CAUSAL else torch.ones(3, dtype=torch.bool)})

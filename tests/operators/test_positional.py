@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from headwise.errors import DtypeError, NonFiniteError, ShapeError
+from headwise.errors import DtypeError, NonFiniteError, ShapeError, UnsupportedError
 from headwise.operators.claims import Claim
 from headwise.operators.relative.positional import positional
 from headwise.operators.relative.quadratic import bordered, log_width, quadratic, rotated, tables
@@ -126,7 +126,12 @@ def test_cost_grows_with_the_sides_and_not_with_the_cells() -> None:
         (
             lambda: positional([torch.zeros(2, 3)], key_mask=torch.ones(4).bool()),
             ShapeError,
-            "axis 'n' must agree, but key_mask has 4, grid has 3",
+            r"key_mask has shape \(4,\), but there are n = 3 keys",
+        ),
+        (
+            lambda: quadratic((2, 3), torch.zeros(2), torch.zeros(1), causal=True),  # pyright: ignore[reportCallIssue]
+            UnsupportedError,
+            "quadratic: does not support causal; use softmax with the scores as attn_bias",
         ),
         (lambda: positional([torch.zeros(2, 3)], key_mask=torch.ones(3)), DtypeError, "key_mask must be boolean"),
         (

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.errors import InputError, ShapeError
+from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.operators.claims import Claim
 from headwise.operators.relative.shift import Border, shift
 from headwise.testing import assert_operator, references
@@ -98,5 +98,7 @@ def test_bad_input_is_rejected() -> None:
         shift((3,), (1,), stride=(0,))
     with pytest.raises(InputError, match=r"border must be one of circular, zeros, replicate, reflect, but is 'wrap'"):
         shift((3,), (1,), border="wrap")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="shift: does not support key_mask; use offset"):
+        shift((3,), (1,), key_mask=torch.ones(3) > 0)  # type: ignore[call-arg]
     with pytest.raises(ShapeError, match=r"Shift: axis 'n' must agree, but operator has 6, v has 5"):
         shift((6,), (1,))(torch.zeros(5, 2))

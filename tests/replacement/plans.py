@@ -38,7 +38,7 @@ def plan_for(model: nn.Module, batch: dict, choices: Sequence[Choice], *, length
 SMALL = [
     Choice("softmax"),
     Choice("uniform"),
-    Choice("offset", {"offset": -2}),
+    Choice("offset", {"by": -2}),
     Choice("toeplitz", {"reach": 3}),
     Choice("gaussian_window"),
     Choice("window", {"width": 4, "leading": 2}),
@@ -74,12 +74,7 @@ def written_out(
     if choice.kind == "uniform":
         return references.uniform(m, n, **masks)
     if choice.kind == "offset":
-        p = torch.zeros(q.shape[0], m, n, dtype=torch.float64)
-        for b in range(q.shape[0]):
-            real = [j for j in range(n) if key_mask is None or key_mask[b, j]]
-            for i in range(m):
-                p[b, i, min(max(i + n - m + int(given["offset"]), real[0]), real[-1])] = 1.0
-        return p
+        return references.offset(m, n, given["by"], key_mask=key_mask)
     if choice.kind in ("toeplitz", "gaussian_window"):
 
         def logit(i: int, j: int) -> Tensor:

@@ -1,17 +1,28 @@
-"""A choice is what a person may write in a plan, and nothing else."""
+"""Choices are validated; a registered kind is planned, installed, saved and loaded."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
 
 import pytest
+import torch
+from torch import Tensor
 
+import headwise
+from headwise.cost import Cost
 from headwise.errors import InputError
-from headwise.replacement import KINDS, SOFTMAX, Choice
+from headwise.operators.base import AttentionOperator
+from headwise.replacement import KINDS, SOFTMAX, Choice, Effort, Kind, KindOption, Plan, load, register_kind, rewrite
+from headwise.replacement.kinds import candidates
+from tests.models.tiny_models import ALL
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_written_and_read_again(kind: str) -> None:
+def test_to_dict_and_back(kind: str) -> None:
     choice = Choice(kind)
     assert Choice.from_dict(choice.to_dict()) == choice == copy.deepcopy(choice)
     assert hash(Choice.from_dict(choice.to_dict())) == hash(choice)
@@ -26,7 +37,7 @@ def test_defaults_are_filled_in() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, sentence",
+    "given, message",
     [
         ({"kind": "wndow"}, "unknown kind of operator 'wndow'; the registered kinds are softmax, uniform,"),
         ({"kind": "window", "size": 3}, "window: unknown option 'size'; its options are width, leading"),
@@ -40,10 +51,10 @@ def test_defaults_are_filled_in() -> None:
         ("window", "but the plan has 'window'"),
     ],
 )
-def test_what_cannot_be_used_is_a_sentence(given, sentence: str) -> None:
+def test_invalid_choices(given, message: str) -> None:
     with pytest.raises(InputError) as error:
         Choice.from_dict(given)
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,3 +64,78 @@ def test_costs_are_those_of_one_head(kind: str) -> None:
     assert long <= SOFTMAX.cost(4096, 64, False).multiply_adds
     if kind not in ("softmax", "offset"):
         assert 0 < short < long < 16 * short  # not quadratic
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BlockMean(AttentionOperator):
+    """gate * (mean of the query's block of `size` keys) + (1 - gate) * (mean of all keys), for each head."""
+
+    n: int
+    size: int
+    gate: Tensor  # (h,)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.gate.shape, self.n, self.n))
+
+    def apply(self, v: Tensor) -> Tensor:
+        block = torch.arange(self.n) // self.size
+        same = (block[:, None] == block).to(v.dtype)
+        gate = self.gate[:, None, None].to(v.dtype)
+        return gate * (same / same.sum(-1, keepdim=True)) @ v + (1 - gate) * v.mean(-2, keepdim=True)
+
+    def cost(self, d: int) -> Cost:
+        return Cost(multiply_adds=2 * self.n * d)
+
+
+@pytest.fixture
+def block_mean() -> Iterator[Choice]:
+    register_kind(
+        "block_mean",
+        Kind(
+            "a learned mixture of the mean of a block and the mean of all keys",
+            build=lambda inputs, options, tensors: BlockMean(inputs.n, int(options["size"]), tensors["gate"]),
+            options={"size": KindOption(8, 1)},
+            initial=lambda options, length, width: {"gate": torch.tensor(0.5)},
+            step_sizes={"gate": 0.1},
+            candidates=lambda length, quick: [{"size": 4}, {"size": 8}],
+            reads_scores=False,
+        ),
+    )
+    yield Choice("block_mean", {"size": 4})
+    KINDS.pop("block_mean", None)
+
+
+def test_an_operator_of_ones_own_is_planned_installed_saved_and_loaded(block_mean: Choice, tmp_path: Path) -> None:
+    assert block_mean in candidates(40, causal=False, calibration_length=40)
+    assert block_mean not in candidates(40, causal=True, calibration_length=40)
+    torch.manual_seed(0)
+    model = ALL["bert"]()[0].eval()
+    batches = [{"input_ids": torch.randint(99, (1, 40))} for _ in range(6)]
+    effort = Effort(steps=6, texts=1, options=2, evaluations=4)
+    plan = headwise.plan(model, batches, tolerance=2.0, choices=[block_mean], effort=effort)
+    assert {choice for choices in plan.sites.values() for choice in choices} == {block_mean}
+    assert all(float(tensors["gate"]) != 0.5 for tensors in plan.fitted.values())
+
+    plan.save(tmp_path / "plan")
+    new, receipt = rewrite(model, Plan.load(tmp_path / "plan"))
+    assert receipt.cost_after.multiply_adds == 8 * 2 * 40 * 8  # heads, 2 n d
+    new.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        expected = new(**batches[0])[0]
+        assert torch.equal(load(tmp_path / "model")(**batches[0])[0], expected)
+        assert not torch.allclose(model(**batches[0])[0], expected)
+
+    del KINDS["block_mean"]
+    for read in (lambda: Plan.load(tmp_path / "plan"), lambda: load(tmp_path / "model")):
+        with pytest.raises(InputError, match=r"unknown kind of operator 'block_mean'.*register_kind"):
+            read()
+
+
+def test_names_that_cannot_be_registered(block_mean: Choice) -> None:
+    kind = block_mean.definition
+    with pytest.raises(InputError, match="'block_mean' is registered already"):
+        register_kind("block_mean", kind)
+    with pytest.raises(InputError, match="'block mean' must be a Python identifier"):
+        register_kind("block mean", kind)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import headwise
 from headwise.models.load import SAMPLES, load_model
 from headwise.replacement import Choice, load
-from tests.replacement.install.test_transformers_models import by_hand, shaken, states
+from tests.replacement.install.test_transformers_models import explicit_weights, shaken, states
 from tests.replacement.plans import SMALL, plan_for
 
 transformers = pytest.importorskip("transformers")
@@ -32,7 +32,7 @@ def minilm() -> tuple[nn.Module, dict[str, Tensor]]:
     return loaded.model, dict(tokenizer(TEXTS, padding=True, return_tensors="pt"))
 
 
-def test_softmax_everywhere_is_the_model_itself(minilm) -> None:
+def test_softmax_everywhere_is_the_original_model(minilm) -> None:
     model, batch = minilm
     new, receipt = headwise.rewrite(model, plan_for(model, batch, [Choice("softmax")], length=512))
     keep = batch["attention_mask"].bool()
@@ -41,7 +41,7 @@ def test_softmax_everywhere_is_the_model_itself(minilm) -> None:
     assert receipt.cost_before.multiply_adds == 6 * 12 * 2 * 512 * 512 * 32
 
 
-def test_padding_is_absence_and_files_are_bit_for_bit(minilm, tmp_path: Path) -> None:
+def test_padding_has_no_effect_and_files_are_bit_for_bit(minilm, tmp_path: Path) -> None:
     model, batch = minilm
     some = [
         Choice("window", {"width": 9, "leading": 1}),
@@ -59,12 +59,12 @@ def test_padding_is_absence_and_files_are_bit_for_bit(minilm, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", SMALL, ids=str)
-def test_each_kind_is_the_model_made_by_hand(minilm, choice: Choice) -> None:
+def test_each_kind_equals_the_model_with_explicit_weights(minilm, choice: Choice) -> None:
     model, batch = minilm
     keep = batch["attention_mask"].bool()
     new = shaken(headwise.rewrite(model, plan_for(model, batch, [choice], length=64))[0]).double()
     found = states(new, batch)
-    with by_hand(keep):
-        new.set_attn_implementation("by_hand")
+    with explicit_weights(keep):
+        new.set_attn_implementation("explicit")
         expected = states(new, batch)
     torch.testing.assert_close(found[keep], expected[keep], rtol=1e-5, atol=1e-7)

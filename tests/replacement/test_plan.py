@@ -1,4 +1,4 @@
-"""Plans: made on a small model, saved, read again, edited, refused."""
+"""Plans of a small model: made, saved, loaded, edited, refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plan(model: nn.Module) -> Plan:
     return headwise.plan(model, batches(), tolerance=0.05, choices=FEW, effort=BRIEF)
 
 
-def test_the_curve_is_a_curve_and_the_plan_is_on_it(plan: Plan) -> None:
+def test_the_curve_is_monotone_and_contains_the_plan(plan: Plan) -> None:
     costs, drifts = [p.cost for p in plan.curve], [p.selection for p in plan.curve]
     assert costs == sorted(costs, reverse=True)
     assert drifts == sorted(drifts)
@@ -58,7 +58,7 @@ def test_never_worse_than_a_single_operator(plan: Plan) -> None:
         assert any(p.cost <= single.cost + 1e-12 and p.selection <= single.selection for p in plan.curve), single.name
 
 
-def test_the_drift_reported_is_the_rewritten_models(plan: Plan, model: nn.Module) -> None:
+def test_the_reported_drift_is_that_of_the_rewritten_model(plan: Plan, model: nn.Module) -> None:
     """Measured again from outside: rewrite the model and compare mean states on the test texts."""
     point = min((p for p in plan.curve if p.cost < 0.9), key=lambda p: p.selection)
     assert point.test == pytest.approx(drift_from_outside(plan, point, model), rel=1e-3, abs=1e-7)
@@ -75,7 +75,7 @@ def drift_from_outside(plan: Plan, point: PlanPoint, model: nn.Module) -> float:
     return sum(drifts) / len(drifts)
 
 
-def test_parts_do_not_meet() -> None:
+def test_the_split_is_disjoint() -> None:
     parts = split(20, 3)
     assert sorted(i for part in parts for i in part) == list(range(20))
     assert min(map(len, parts)) >= 2
@@ -130,7 +130,7 @@ def test_an_edited_choice_finds_its_tensors(plan: Plan, tmp_path: Path, model: n
         ),
     ],
 )
-def test_what_is_wrong_with_an_edited_plan_is_said(plan: Plan, tmp_path: Path, change, words: str) -> None:
+def test_invalid_edited_plans(plan: Plan, tmp_path: Path, change, words: str) -> None:
     with pytest.raises(InputError, match=words):
         Plan.load(edited(plan, tmp_path, change))
 
@@ -151,7 +151,7 @@ def test_too_few_texts_and_too_long_a_target(model: nn.Module) -> None:
         headwise.plan(model, batches(), tolerance=float("nan"))
 
 
-def test_an_interrupted_run_goes_on(model: nn.Module, plan: Plan, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(model: nn.Module, plan: Plan, tmp_path: Path) -> None:
     def interrupt(what: str, done: int, total: int) -> None:
         if what == "measuring whole plans":
             raise KeyboardInterrupt
@@ -174,13 +174,13 @@ def test_transfer_trains_the_chosen_operators_further(model: nn.Module, plan: Pl
     assert drifts == sorted(drifts)
 
 
-def test_an_interrupted_transfer_goes_on(model: nn.Module, tmp_path: Path) -> None:
-    """With every head asked to be near_far there is more than one operator to train; none is trained twice."""
+def test_an_interrupted_transfer_resumes(model: nn.Module, tmp_path: Path) -> None:
+    """With near_far for every head there is more than one operator to train; none is trained twice."""
     options = {"tolerance": 1.0, "choices": FEW[2:], "effort": BRIEF, "transfer": 5}
     plain = headwise.plan(model, batches(), **options)
     before = headwise.plan(model, batches(), **{**options, "transfer": 0})
     single = [next(p for p in x.baselines if "near_far" in p.name) for x in (before, plain)]
-    assert single[0].selection != single[1].selection  # measured again with what was learned, not remembered
+    assert single[0].selection != single[1].selection  # measured again with the new tensors
     trained = []
 
     def interrupt(what: str, done: int, total: int) -> None:
@@ -200,7 +200,7 @@ def test_an_interrupted_transfer_goes_on(model: nn.Module, tmp_path: Path) -> No
     assert all(torch.equal(x, plain.fitted[key][name]) for key, own in again.fitted.items() for name, x in own.items())
 
 
-def test_work_of_other_texts_is_not_mixed_in(model: nn.Module, tmp_path: Path) -> None:
+def test_partial_results_of_another_run_are_refused(model: nn.Module, tmp_path: Path) -> None:
     options = {"tolerance": 0.05, "choices": FEW, "effort": BRIEF, "partial_results": tmp_path / "work"}
     headwise.plan(model, batches(), **options)
     with pytest.raises(InputError, match="other inputs"):
@@ -228,7 +228,7 @@ def test_a_model_in_half_precision(dtype: torch.dtype) -> None:
     assert torch.isfinite(out).all()
 
 
-def test_a_decoder_gets_causal_operators_and_is_judged_by_its_loss() -> None:
+def test_a_decoder_gets_causal_operators_and_is_compared_by_loss() -> None:
     torch.manual_seed(0)
     decoder = ALL["gpt2"]()[0].eval()
     found = headwise.plan(decoder, batches(), tolerance=0.05, choices=FEW, effort=BRIEF)

@@ -110,7 +110,7 @@ def test_a_convolution_commutes_with_translations_and_with_nothing_else(dims: in
     assert report.border_width == 1
     assert report.to_verdict().holds is False
     for element in report.elements:
-        interior, border = element.float64["interior"], element.float64["border"]
+        interior, border = element.float64.interior, element.float64.border
         assert interior is not None
         assert border is not None
         assert interior.maximal < 1e-14 < 0.01 < border.maximal
@@ -215,10 +215,10 @@ def test_a_small_violation_is_distinguished_from_rounding_even_below_float32_pre
 def test_exact_means_bit_for_bit() -> None:
     report = check_equivariance(nn.ReLU().eval(), permutations(), torch.randn(2, 9, 12))
     assert report.verdict is EXACT
-    assert all(element.maximal_as_given == 0 for element in report.elements)
+    assert all(element.given.whole.maximal == 0 for element in report.elements)
     report = check_invariance(lambda x: x.sum(-2), permutations(), torch.randn(2, 500, 12))
     assert report.verdict is ROUNDING
-    assert report.worst.maximal_as_given > 0
+    assert report.worst.given.whole.maximal > 0
     assert report.worst.maximal / report.scale <= report.threshold
     assert torch.finfo(torch.float32).eps <= report.floor < 1e-5
 

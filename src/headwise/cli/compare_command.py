@@ -65,13 +65,13 @@ def run(argv: list[str]) -> int:
 
 
 def _models(options: argparse.Namespace) -> int:
-    from headwise.replacement.model_comparison import apart, open_model
+    from headwise.replacement.model_comparison import compare_models, open_model
 
     with bar("loading the models", None, quiet=is_quiet(options)):
         old, new = open_model(options.a), open_model(options.b)
     batches = make_inputs(options, old).batches
     with bar("running both models", len(batches), quiet=is_quiet(options)) as advance:
-        found = apart(old, new, batches, progress=advance)
+        found = compare_models(old, new, batches, progress=advance)
     if options.json:
         print(json.dumps(found.to_dict()))
         return 0

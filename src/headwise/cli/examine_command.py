@@ -1,4 +1,4 @@
-"""`headwise examine`: load a model, feed it, measure every head, and write one page and one JSON file."""
+"""`headwise examine`: measure every head of a model on some inputs; write a page, a JSON file and figures."""
 
 from __future__ import annotations
 
@@ -11,28 +11,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.cli.options import (
-    add_inputs,
-    add_json,
-    add_model,
-    add_output,
-    check_at_least,
-    is_quiet,
-    load,
-    make_inputs,
-)
+from headwise.cli import options as shared
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
-from headwise.outputs import partial_results, writable_directory
+from headwise.outputs import writable_directory
 
 if TYPE_CHECKING:
     from headwise.examination.record import Examination, Record
 
+PARTIAL = ".unfinished"
+"""Directory inside the output directory that keeps the results of batches until the report is written."""
+
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    check_at_least(options, texts=1, batch=1, spectra_every=0, random_tokens=4, memory=1)
+    shared.check_at_least(options, texts=1, batch=1, spectra_every=0, random_tokens=4, memory=1)
     rank, processes = _join_processes()
     is_new = not options.out.exists()
     out = writable_directory(options.out) if rank == 0 else options.out
@@ -49,7 +43,7 @@ def run(argv: list[str]) -> int:
     from headwise.examination import write_report
 
     files = write_report(examination, out)
-    shutil.rmtree(_partial(out), ignore_errors=True)
+    shutil.rmtree(out / PARTIAL, ignore_errors=True)
     if options.json:
         print(json.dumps({"report": str(files[0]), "json": str(files[1]), **examination.to_dict()}, allow_nan=False))
     else:
@@ -63,9 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         description="What every head of a model is doing: one HTML page, one JSON file, figures, and a table.",
         epilog="Several processes share the work: torchrun --nproc-per-node N -m headwise examine …",
     )
-    add_model(parser)
-    add_inputs(parser, texts=16)
-    add_output(parser, default="headwise-report", help="directory of the report")
+    shared.add_model(parser)
+    shared.add_inputs(parser, texts=16)
+    shared.add_output(parser, default="headwise-report", help="directory of the report")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="texts in one forward pass (default: 1)")
     parser.add_argument(
         "--spectra-every", type=int, default=8, metavar="K", help="spectra on every K-th batch; 0: none (default: 8)"
@@ -74,28 +68,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--no-ablations", action="store_true", help="leave out collapse curves and path lengths")
-    add_json(parser)
+    shared.add_json(parser)
     return parser
 
 
 def _examine(options: argparse.Namespace, out: Path, command: str, rank: int, processes: int) -> Examination:
     from headwise.examination import examine, with_depth
-    from headwise.examination.measure.head_measures import MEASURES
-    from headwise.models.fingerprint import fingerprint
 
-    loaded = load(options)
-    inputs = make_inputs(options, loaded)
-    settings = {"spectra": options.spectra_every, "seed": options.seed, "measures": list(MEASURES)}
-    partial = _partial(out)
-    if rank == 0:
-        if not options.resume:
-            shutil.rmtree(partial, ignore_errors=True)
-        partial_results(partial, fingerprint(loaded.model, settings, inputs.batches))
+    loaded = shared.load(options)
+    inputs = shared.make_inputs(options, loaded)
+    if rank == 0 and not options.resume:
+        shutil.rmtree(out / PARTIAL, ignore_errors=True)
     if processes > 1:
         import torch.distributed as dist
 
-        dist.barrier()  # the directory exists
-    with bar("measuring heads", len(inputs.batches), quiet=is_quiet(options)) as advance:
+        dist.barrier()  # results of an earlier run are removed
+    with bar("measuring heads", len(inputs.batches), quiet=shared.is_quiet(options)) as advance:
         examination = examine(
             loaded.model,
             inputs.batches,
@@ -106,12 +94,12 @@ def _examine(options: argparse.Namespace, out: Path, command: str, rank: int, pr
             spectra_every=options.spectra_every,
             block_bytes=None if options.memory is None else options.memory << 20,
             seed=options.seed,
-            partial_directory=partial,
+            partial_results=out / PARTIAL,
             progress=advance,
         )
     if options.no_ablations:
         return examination
-    with bar("switching skips and MLPs off", None, quiet=is_quiet(options)):
+    with bar("switching skips and MLPs off", None, quiet=shared.is_quiet(options)):
         return with_depth(examination, loaded.model, inputs.batches[0])
 
 
@@ -125,11 +113,6 @@ def _join_processes() -> tuple[int, int]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return dist.get_rank(), processes
-
-
-def _partial(out: Path) -> Path:
-    """Where the results of batches are kept until the report is written."""
-    return out / ".unfinished"
 
 
 def _print(examination: Examination, files: list[Path]) -> None:

@@ -1,7 +1,7 @@
-"""`headwise <command> …`: finds the command's module, runs it, and turns errors into one sentence and an exit code.
+"""`headwise <command> …`: finds the command's module, runs it, and turns errors into a message and an exit code.
 
 A command is a module with `run(argv: list[str]) -> int`.  Nothing here imports torch, so `headwise --help` is instant.
-Exit codes: what the command answers (0 for yes), 2 for bad input, 130 when interrupted.
+Exit codes: the command's own (0: success), 2 for bad input, 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from headwise.errors import HeadwiseError
 
 # name -> (module, one line of help); a new command is one new line here
 COMMANDS: dict[str, tuple[str, str]] = {
-    "examine": ("headwise.cli.examine_command", "what every head of a model is doing: one page, one JSON file"),
-    "compare": ("headwise.cli.compare_command", "what changed between two examinations"),
-    "verify": ("headwise.cli.verify_command", "does what the papers claim about attention hold?"),
-    "grow": ("headwise.cli.grow_command", "where queries and keys are too narrow, and the best dimensions to add"),
+    "examine": ("headwise.cli.examine_command", "measure every head of a model: one page, one JSON file"),
+    "compare": ("headwise.cli.compare_command", "differences between two examinations, or between two models"),
+    "verify": ("headwise.cli.verify_command", "test what papers claim about attention"),
+    "grow": ("headwise.cli.grow_command", "train a small model that widens queries and keys where they are too narrow"),
     "plan": ("headwise.cli.plan_command", "the cheapest operator for every head within a tolerance"),
     "rewrite": ("headwise.cli.rewrite_command", "replace attention heads as a plan says, with a receipt"),
     "convert": ("headwise.cli.convert_command", "convert convolutions to attention, with a receipt"),
@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
-        # --help and --version exit inside; whatever else came is an unknown command, and argparse says so
+        # --help and --version exit here; anything else is an unknown command, which argparse reports
         _parser().parse_args(arguments or ["--help"])
     module, _ = COMMANDS[arguments[0]]
     try:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"headwise {arguments[0]}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader of our output (head, less) has left; point stdout elsewhere so that Python's own flush is silent
+        # the reader of the output (head, less) has closed it; redirect stdout so that Python's final flush is silent
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

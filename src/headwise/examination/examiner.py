@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from headwise import outputs
 from headwise.errors import InputError
+from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.observe import ExaminedSite, Measurement, observe
 from headwise.examination.measure.streaming import CHUNK
 from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
-from headwise.models.fingerprint import check_weights, versions
+from headwise.models.fingerprint import check_weights, fingerprint, versions
 from headwise.models.run import Batch, eval_mode
-from headwise.outputs import atomic
 
 SPECTRA_EVERY = 8
 """A spectrum takes about ten forward passes at 512 tokens; on every eighth batch it takes about one per batch."""
@@ -36,20 +37,19 @@ def examine(
     spectra_every: int = SPECTRA_EVERY,
     block_bytes: int | None = None,
     seed: int = 0,
-    partial_directory: Path | None = None,
+    partial_results: Path | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Examination:
     """Measure every head of `model` over `batches`: keyword tensors, a sequence of tensors, or one tensor each.
 
-    name               name of the model in the report; default: its class
-    inputs             where the batches came from, for the report
-    provenance         such as the command, for the report
-    token_names        strings for the positions of each sequence of a batch, for the excerpt in the report
-    spectra_every      spectra are measured on batches 0, spectra_every, 2 spectra_every ...; 0: never
-    block_bytes        memory that blocks of P may take; the default fits into the cache
-    partial_directory  existing directory that keeps the result of each batch; those it already holds are not measured
-                       again
-    progress           called with the number of batches done
+    name             name of the model in the report; default: its class
+    inputs           where the batches came from, for the report
+    provenance       such as the command, for the report
+    token_names      strings for the positions of each sequence of a batch, for the excerpt in the report
+    spectra_every    spectra are measured on batches 0, spectra_every, 2 spectra_every ...; 0: never
+    block_bytes      memory that blocks of P may take; the default fits into the cache
+    partial_results  a directory that keeps the result of each batch; an interrupted run resumes from it
+    progress         called with the number of batches done
 
     If torch.distributed is initialised, the processes share the batches and each returns the whole result.
     """
@@ -59,12 +59,17 @@ def examine(
     excerpt: dict[str, Any] = {}
     # scores, exponentials, the padded block and temporaries: four floats for each entry of P
     entries = CHUNK if block_bytes is None else max(1 << 12, block_bytes // 16)
+    if partial_results is not None:
+        settings = {"seed": seed, "spectra_every": spectra_every, "measures": list(MEASURES)}
+        outputs.partial_results(partial_results, fingerprint(model, settings))
     with eval_mode(model):
         for index, batch in enumerate(batches):
             if index == 0 and rank == 0:
                 excerpt = make_excerpt(model, batch, token_names)
             if index % processes == rank:
-                file = None if partial_directory is None else partial_directory / f"batch-{index:06d}.pt"
+                file = None
+                if partial_results is not None:
+                    file = partial_results / f"batch-{index:06d}-{fingerprint(model, None, [batch])}.pt"
                 if file is not None and file.exists():
                     measured[index] = load_measurements(file)
                 else:
@@ -100,7 +105,7 @@ def examine(
 
 def save_measurements(measurements: list[Measurement], path: Path) -> None:
     rows = [{**vars(x), "sites": [asdict(site) for site in x.sites]} for x in measurements]
-    with atomic(path) as temporary:
+    with outputs.atomic(path) as temporary:
         torch.save(rows, temporary)
 
 

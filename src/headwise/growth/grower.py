@@ -46,7 +46,7 @@ class Grower:
     `rows`    query rows per sequence and batch whose scores are differentiated (drawn at random); None for all
     `memory`  bytes of tokens stored per layer for the refit and the Fisher metric; Gram matrices beyond are clustered
     `pace`    how much faster than old directions new ones start, under optimizers such as Adam (optimizer_state.py)
-    `group`   the processes that train together; statistics are reduced over them, so that all grow alike
+    `group`   the processes that train together; statistics are reduced over them, so that all grow the same weights
     """
 
     def __init__(

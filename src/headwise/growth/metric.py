@@ -37,7 +37,15 @@ METRICS: dict[str, Metric] = {}
 
 
 def register_metric(name: str, metric: Metric) -> None:
-    """Make `metric` available under `name`; see docs/how-to/add-a-growth-metric.md."""
+    """Make `metric` available under `name`, to rank heads and to solve for dimensions.
+
+    def unit(problem):  # every direction of the weights costs the same
+        return torch.eye(len(problem.gram_q)), torch.eye(len(problem.gram_k))
+
+    register_metric("unit", unit)
+    grower.scores(metric="unit")
+    grower.grow(metric="unit", loss=held_out_loss)
+    """
     if name in METRICS or name == "refit":  # the one solution that has no metric
         raise InputError(f"register_metric: there is already a metric {name!r}; choose another name")
     METRICS[name] = metric
@@ -60,7 +68,7 @@ def roots(problem: Problem, metric: str = "gram", damping: float = DAMPING) -> t
 
 
 def _gram(problem: Problem) -> tuple[Tensor, Tensor]:
-    """All scores count alike."""
+    """All scores have the same weight."""
     return problem.gram_q, problem.gram_k
 
 

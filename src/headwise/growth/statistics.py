@@ -118,7 +118,7 @@ class LayerStatistics:
         x = x.flatten(0, 1)
         self.gram_q += (x.mT @ x).double()
         self.weight += live.sum()
-        if visible_rows(observed.mask, rows[:1]) is None:
+        if visible_rows(observed.scores.mask, rows[:1]) is None:
             y = y - y.mean(1, keepdim=True)
             y = (y * w.sum(1).sqrt()[:, None, None]).flatten(0, 1)
             self.gram_k += (y.mT @ y).double()
@@ -126,7 +126,7 @@ class LayerStatistics:
         b, n = y.shape[:2]
         columns, part = y.new_zeros(b, n), max(1, CHUNK // (b * n))
         for some, weights in zip(rows.split(part), w.split(part, 1), strict=True):
-            visible = visible_rows(observed.mask, some)
+            visible = visible_rows(observed.scores.mask, some)
             assert visible is not None
             a = visible.any(-3).to(y) if visible.dim() > 2 else visible.to(y)  # of any head
             a = a.expand(b, len(some), n)
@@ -138,24 +138,18 @@ class LayerStatistics:
         self.gram_k += (y.mT @ y).double()
 
     def _add_sequences(self, observed: ObservedPass, live: Tensor, bias: bool) -> None:
-        m, causal, visible = observed.mask.m, observed.mask.causal, observed.mask.visible
-        self.biased |= observed.mask.attn_bias is not None
-        if visible is not None:
-            visible = visible.any(1)  # (b | 1, 1 | m, n): the keys of any head
-        for i, positions in enumerate(live):
-            if not bool(positions.any()):
+        mask = observed.scores.mask
+        self.biased |= mask.attn_bias is not None
+        visible = None if mask.visible is None else mask.visible.any(1)  # (b | 1, 1 | m, n): the keys of any head
+        for i, rows in enumerate(x.nonzero().squeeze(-1) for x in live):
+            if not len(rows):
                 continue
             y, pairs = observed.context[i], None if visible is None else visible[i if len(visible) > 1 else 0]
-            if pairs is not None and len(pairs) == 1 and not causal:
+            if pairs is not None and len(pairs) == 1 and not mask.causal:
                 y, pairs = y[pairs[0]], None  # padding keys are dropped
-            mask = Mask(m, len(y), causal, pair_mask=pairs)
-            if bool(
-                positions.all()
-            ):  # references to what the forward pass made: no copy, and queries are often the keys
-                self._store(TokenSequence(observed.x[i], y, mask, None, bias))
-            else:
-                rows = positions.nonzero().squeeze(-1)
-                self._store(TokenSequence(observed.x[i, rows], y, mask, rows, bias))
+            # tensors of the forward pass are referenced where possible: no copy, and queries are often the keys
+            x, positions = (observed.x[i], None) if len(rows) == mask.m else (observed.x[i, rows], rows)
+            self._store(TokenSequence(x, y, Mask(mask.m, len(y), mask.causal, None, pairs), positions, bias))
 
     def _store(self, tokens: TokenSequence) -> None:
         if self.used + tokens.bytes <= self.memory:

@@ -42,7 +42,6 @@ class ObservedPass:
     """
 
     scores: Scores
-    mask: Mask
     x: Tensor
     context: Tensor
     values: Tensor
@@ -61,7 +60,8 @@ def augmented(x: Tensor, bias: bool) -> Tensor:
 
 def score_gradients(observed: ObservedPass, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """(part, D X): the query rows listed, block by block, and D_h X (b, h, r, d_k) for each block."""
-    s, bias = observed.scores, observed.mask.attn_bias
+    s = observed.scores
+    bias = s.mask.attn_bias
     compute = torch.promote_types(observed.gradient.dtype, torch.float32)
     context, values, keys = (t.to(compute) for t in (observed.context, observed.values, s.k))
     b, h, n = values.shape[:3]
@@ -69,7 +69,7 @@ def score_gradients(observed: ObservedPass, rows: Tensor) -> Iterator[tuple[Tens
         scores = (s.q.index_select(-2, part).to(compute) * s.scale) @ keys.mT
         if bias is not None:
             scores = scores + take_rows(bias, part).to(compute)
-        allowed = visible_rows(observed.mask, part)
+        allowed = visible_rows(s.mask, part)
         if allowed is None:
             p = torch.softmax(scores, -1)
         else:  # a row without keys is zero, not NaN
@@ -88,7 +88,8 @@ class _Pass:
 
     x: Tensor
     context: Tensor | None = None
-    operator: AttentionOperator | None = None
+    operator: str = ""
+    scores: Scores | None = None
     values: Tensor | None = None
     outputs: Tensor | None = None
     gradient: Tensor | None = None
@@ -142,8 +143,8 @@ class Watch:
 
     def note_operator(self, operator: AttentionOperator) -> None:
         if self._open is not None:
-            # detached: a note must not keep the graph alive
-            self._open.operator = _flat(operator) if isinstance(operator, Softmax) else operator
+            self._open.operator = type(operator).__name__
+            self._open.scores = _flat(operator.scores) if isinstance(operator, Softmax) else None
 
     def _after_value(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if self._open is not None:
@@ -177,18 +178,14 @@ class Watch:
         assert p.values is not None
         assert p.outputs is not None
         assert p.gradient is not None
-        if not isinstance(p.operator, Softmax):
-            raise UnsupportedError(
-                f"observe: {self.name} attends with {type(p.operator).__name__}, but only softmax scores can be grown"
-            )
+        if p.scores is None:
+            raise UnsupportedError(f"observe: {self.name} attends with {p.operator}, but only softmax can be grown")
         heads = self.layer.value_heads
         x, context = (t.reshape(-1, *t.shape[-2:]) for t in (p.x, p.context))
         values, outputs, gradient = (
             heads.split(t).reshape(len(x), len(heads.sizes), t.shape[-2], -1) for t in (p.values, p.outputs, p.gradient)
         )
-        return ObservedPass(
-            p.operator.scores, p.operator.scores.mask, x, context.expand(len(x), -1, -1), values, outputs, gradient
-        )
+        return ObservedPass(p.scores, x, context.expand(len(x), -1, -1), values, outputs, gradient)
 
     def close(self) -> None:
         """Restore the layer."""
@@ -199,10 +196,9 @@ class Watch:
             self.layer.build = self._original
 
 
-def _flat(operator: Softmax) -> Softmax:
-    """The same P with its batch axes (*batch, h) as (b, h), detached from the graph."""
-    s = operator.scores
-    batch = operator.shape[:-3]
+def _flat(s: Scores) -> Scores:
+    """The same scores with batch axes (*batch, h) as (b, h), detached: a stored pass must not keep the graph alive."""
+    batch = s.shape[:-3]
 
     def four(x: Tensor) -> Tensor:
         x = x.detach()
@@ -211,5 +207,4 @@ def _flat(operator: Softmax) -> Softmax:
         return x.reshape(*(1,) * (4 - x.dim()), *x.shape)
 
     pairs, bias = (None if x is None else four(x) for x in (s.mask.visible, s.mask.attn_bias))
-    mask = Mask(s.mask.m, s.mask.n, s.mask.causal, pair_mask=pairs, attn_bias=bias)
-    return Softmax(Scores(four(s.q), four(s.k), s.scale, mask))
+    return Scores(four(s.q), four(s.k), s.scale, Mask(s.mask.m, s.mask.n, s.mask.causal, None, pairs, bias))

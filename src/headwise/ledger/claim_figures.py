@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from headwise.ledger.entry import generator
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.softmax import softmax
 from headwise.theory import paths
@@ -19,14 +21,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def _network(depth: int, heads: int, width: int, n: int) -> tuple[Stack, Tensor, torch.Generator]:
+    """A random stack, standard normal tokens, and the generator that drew them."""
+    seeded = generator()
+    stack = random_stack(depth, heads, width, generator=seeded)
+    return stack, torch.randn(n, width, dtype=torch.float64, generator=seeded), seeded
+
+
 def depth_curves(depth: int = 12, heads: int = 12, width: int = 48, n: int = 32) -> dict[str, list[float]]:
     """Relative residual after each layer: pure attention, with an MLP, with skips, with both."""
-    generator = torch.Generator().manual_seed(0)
-    stack = random_stack(depth, heads, width, generator=generator)
-    x = torch.randn(n, width, dtype=torch.float64, generator=generator)
+    stack, x, seeded = _network(depth, heads, width, n)
     first, second = (
-        torch.randn(depth, width, width, dtype=torch.float64, generator=generator) * (2 / width) ** 0.5
-        for _ in range(2)
+        torch.randn(depth, width, width, dtype=torch.float64, generator=seeded) * (2 / width) ** 0.5 for _ in range(2)
     )
     curves: dict[str, list[float]] = {}
     for name, skip, mlp in (("attention", 0, 0), ("+ MLP", 0, 1), ("+ skip", 1, 0), ("+ skip + MLP", 1, 1)):
@@ -42,29 +48,24 @@ def depth_curves(depth: int = 12, heads: int = 12, width: int = 48, n: int = 32)
 
 def bound_curves(depth: int = 4, width: int = 48, n: int = 32, size: float = 1e-3) -> dict[str, list[float]]:
     """log10 of the residual of pure attention and of its bound, for inputs small enough for the bound to shrink."""
-    generator = torch.Generator().manual_seed(0)
-    stack = random_stack(depth, 1, width, generator=generator)
-    sides = collapse(stack, size * torch.randn(n, width, dtype=torch.float64, generator=generator))
+    stack, x, _ = _network(depth, 1, width, n)
+    sides = collapse(stack, size * x)
     return {
-        "the bound": [x / math.log(10) for x in sides.log_bound],
-        "measured": [x / math.log(10) for x in sides.log_measured],
+        "the bound": [y / math.log(10) for y in sides.log_bound],
+        "measured": [y / math.log(10) for y in sides.log_measured],
     }
 
 
 def bound_of_ordinary_inputs(heads: int = 12, width: int = 48, n: int = 32) -> float:
     """log10 of the bound after one layer, for the inputs and weights of `depth_curves`."""
-    generator = torch.Generator().manual_seed(0)
-    stack = random_stack(1, heads, width, generator=generator)
-    sides = collapse(stack, torch.randn(n, width, dtype=torch.float64, generator=generator))
-    return sides.log_bound[1] / math.log(10)
+    stack, x, _ = _network(1, heads, width, n)
+    return collapse(stack, x).log_bound[1] / math.log(10)
 
 
 def path_groups(depth: int = 12, heads: int = 12, width: int = 48, n: int = 32) -> tuple[list[float], list[float]]:
     """For every length, the norm of the sum of its paths relative to the output, and its relative residual."""
-    generator = torch.Generator().manual_seed(0)
-    stack = Stack(random_stack(depth, heads, width, generator=generator).layers, skip=True)
-    x = torch.randn(n, width, dtype=torch.float64, generator=generator)
-    groups = paths.by_length(stack, x)
+    stack, x, _ = _network(depth, heads, width, n)
+    groups = paths.by_length(Stack(stack.layers, skip=True), x)
     return (groups.norms() / groups.output.norm()).tolist(), groups.residuals().tolist()
 
 
@@ -74,8 +75,8 @@ def cumulative_spectra(
     """Cumulative share of the singular values for softmax and for the double softmax, by length."""
     shares: dict[str, dict[int, list[float]]] = {"softmax": {}, "double softmax": {}}
     for n in lengths:
-        generator = torch.Generator().manual_seed(n)
-        q, k = (2 * torch.randn(n, d, dtype=torch.float64, generator=generator) for _ in range(2))
+        seeded = generator(n)
+        q, k = (2 * torch.randn(n, d, dtype=torch.float64, generator=seeded) for _ in range(2))
         for name, build in (("softmax", softmax), ("double softmax", efficient)):
             values = torch.linalg.svdvals(build(q, k).dense())
             shares[name][n] = (values.cumsum(0) / values.sum()).tolist()
@@ -87,13 +88,13 @@ SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 def failure_rates(sizes: tuple[int, ...] = SIZES, n: int = 256, draws: int = 60) -> dict[str, list[Frequency]]:
     """How often a sketch of each size misses P w by more than half of ||P w||, for three kinds of w."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(n, 16, dtype=torch.float64, generator=generator) for _ in range(2))
+    seeded = generator()
+    q, k = (torch.randn(n, 16, dtype=torch.float64, generator=seeded) for _ in range(2))
     p = softmax(q, k).dense()
-    w = torch.randn(n, 1, dtype=torch.float64, generator=generator)
+    w = torch.randn(n, 1, dtype=torch.float64, generator=seeded)
     vectors = {"of zero mean": w - w.mean(), "half constant": 1 + w, "nearly constant": 1 + 0.01 * w}
     return {
-        name: [failures_of_low_rank(p, v, size, 0.5, draws, generator=generator) for size in sizes]
+        name: [failures_of_low_rank(p, v, size, 0.5, draws, generator=seeded) for size in sizes]
         for name, v in vectors.items()
     }
 

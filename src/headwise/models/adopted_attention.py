@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headwise.errors import UnsupportedError
 from headwise.nn.drop_in import DropIn
 from headwise.nn.multihead import MultiHead
+from headwise.operators.masks import Mask
 
 
 def adopt(model: nn.Module) -> list[str]:
@@ -77,7 +78,7 @@ class AdoptedBertAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        masks = _masks(attention_mask, self.causal, args, kwargs)
+        masks = _masks(hidden_states, attention_mask, self.causal, args, kwargs)
         out = self.norm(self.dropout(self.attend(hidden_states, **masks)) + hidden_states)
         return out, _weights(self.attend, hidden_states, masks, kwargs)
 
@@ -103,7 +104,7 @@ class AdoptedGpt2Attention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        masks = _masks(attention_mask, True, args, {**kwargs, "past_key_values": past_key_values})
+        masks = _masks(hidden_states, attention_mask, True, args, {**kwargs, "past_key_values": past_key_values})
         return self.dropout(self.attend(hidden_states, **masks)), _weights(self.attend, hidden_states, masks, kwargs)
 
 
@@ -132,22 +133,24 @@ def _multihead(heads: int, scaling: float, parts: list[tuple[Tensor, Tensor | No
     return layer
 
 
-def _masks(mask: Tensor | None, causal: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A transformers mask (None, or (b, 1 or h, m, n): boolean, True = attend, or additive) as MultiHead's keywords."""
+def _masks(
+    x: Tensor, mask: Tensor | None, causal: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """A transformers mask as keywords of MultiHead; other arguments that would have an effect are refused."""
     for name in ("past_key_values", "encoder_hidden_states", "position_bias"):
         if kwargs.get(name) is not None:
             hint = "; call the model with use_cache=False" if name == "past_key_values" else ""
             raise UnsupportedError(f"adopt: adopted attention does not take {name}{hint}")
     if any(x is not None for x in args):
         raise UnsupportedError("adopt: adopted attention takes tokens and a mask; pass everything else by keyword")
-    if mask is None:
-        return {"causal": causal}
-    if mask.dim() != 4:
+    if mask is not None and mask.dim() != 4:
         raise UnsupportedError(
             f"adopt: the attention mask has shape {tuple(mask.shape)}, but (b, 1, m, n) is needed; load the model with "
             'attn_implementation="sdpa"'
         )
-    return {"pair_mask": mask} if mask.dtype == torch.bool else {"attn_bias": mask}
+    read = Mask.from_transformers(mask, causal, x.shape[-2], x.shape[-2])
+    key_mask = None if read.key_mask is None else read.key_mask.squeeze(1)  # the heads share it
+    return {"causal": read.causal, "key_mask": key_mask, "pair_mask": read.pair_mask, "attn_bias": read.attn_bias}
 
 
 def _weights(layer: MultiHead, x: Tensor, masks: dict[str, Any], kwargs: dict[str, Any]) -> Tensor | None:

@@ -27,7 +27,7 @@ def check_weights(model: nn.Module) -> None:
 
 
 def fingerprint(model: nn.Module, settings: Mapping[str, Any] | None = None, batches: Iterable[Batch] = ()) -> str:
-    """A hash of what a result depends on: shapes and some entries of the weights, settings, and batches."""
+    """A hash of what a result depends on: names, shapes and some entries of the weights, settings, and batches."""
     digest = hashlib.sha256(json.dumps(dict(settings or {}), sort_keys=True, default=str).encode())
     for name, weight in itertools.islice(model.state_dict().items(), 200):
         digest.update(f"{name}{tuple(weight.shape)}".encode())

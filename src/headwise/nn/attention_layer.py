@@ -149,11 +149,11 @@ class AttentionLayer(nn.Module, ABC):
             self.value_heads.resize_(new)
             self.value.out_features = self.out.in_features = sum(new)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # resize first: a layer built with its original widths can load a checkpoint in which it had grown
         saved = {part: state_dict.get(f"{prefix}{part}_heads.widths") for part in ("key", "value")}
         self.resize_(**{f"{part}_widths": widths.tolist() for part, widths in saved.items() if widths is not None})
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         build = "" if isinstance(self.build, nn.Module) else f", build={getattr(self.build, '__name__', self.build)}"

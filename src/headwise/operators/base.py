@@ -1,4 +1,4 @@
-"""P, known by what it does: three members make an operator, everything else follows from them."""
+"""The attention operator: three abstract members (shape, apply, cost), from which everything else follows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwise.shapes import broadcast_batch, same_axis, same_kind
 
 
 class AttentionOperator(ABC):
-    """A batch of m x n matrices P, known by what it does to vectors.  Rows are queries, columns are keys."""
+    """A batch of m x n matrices P, defined by P v.  Rows are queries, columns are keys."""
 
     @property
     @abstractmethod
@@ -29,7 +29,7 @@ class AttentionOperator(ABC):
 
     @abstractmethod
     def cost(self, d: int) -> Cost:
-        """What one `apply` to d columns costs, over the operator's whole batch."""
+        """The cost of one `apply` to d columns, over the whole batch of the operator."""
 
     def adjoint(self, u: Tensor) -> Tensor:
         """P^T u: (*batch, m, d) -> (*batch, n, d).  `apply` is linear in v, so its vjp at zero is the transpose."""
@@ -39,7 +39,7 @@ class AttentionOperator(ABC):
         return torch.func.vjp(self.apply, u.new_zeros(*batch, n, u.shape[-1]))[1](u)[0]
 
     def adjoint_cost(self, d: int) -> Cost:
-        """What one `adjoint` of d columns costs; as much as `apply` unless an operator says otherwise."""
+        """What one `adjoint` of d columns costs; the cost of `apply` unless overridden."""
         return self.cost(d)
 
     def dense(self, like: Tensor | None = None) -> Tensor:
@@ -54,12 +54,12 @@ class AttentionOperator(ABC):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        """What this P promises; a mask or a kernel may void a promise, so it belongs to the instance."""
+        """The properties of this P; they belong to the instance because a mask may take one away."""
         return frozenset()
 
     @property
     def like(self) -> Tensor:
-        """A tensor with the dtype and device P lives in: the first floating tensor or operator among the fields."""
+        """A tensor with the dtype and device of P: the first floating tensor or operator among the fields."""
         if is_dataclass(self):
             for part in (getattr(self, field.name) for field in fields(self)):
                 for x in part if isinstance(part, tuple) else (part,):
@@ -81,5 +81,5 @@ class AttentionOperator(ABC):
         return self.apply(v)
 
     def __matmul__(self, v: Tensor) -> Tensor:
-        """`op @ v`, for people at a prompt; library code calls `op(v)`, which torch.compile can trace."""
+        """`op @ v` for interactive use; library code calls `op(v)`, which torch.compile can trace."""
         return self(v)

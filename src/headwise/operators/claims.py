@@ -1,6 +1,6 @@
-"""What an operator may promise about its matrix, and how far a matrix is from each promise.
+"""Properties that an operator may claim for its matrix, and the distance of a matrix from each.
 
-A claim belongs to a value, not to a class: a mask that silences a row takes STOCHASTIC away from that one operator.
+A claim belongs to an instance, not to a class: a mask that empties a row takes STOCHASTIC away from that operator.
 The contract suite measures every claim an operator makes, so code may rely on them.
 """
 
@@ -29,7 +29,7 @@ def _distance_from_orthogonal(p: Tensor) -> Tensor:
     return (p.mT @ p - torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)).abs().amax()
 
 
-def _mass_beyond_the_diagonal(p: Tensor) -> Tensor:
+def _mass_above_the_diagonal(p: Tensor) -> Tensor:
     return p.triu(p.shape[-1] - p.shape[-2] + 1).abs().amax()
 
 
@@ -38,6 +38,6 @@ DISTANCES: dict[Claim, Callable[[Tensor], Tensor]] = {
     Claim.NONNEGATIVE: lambda p: p.clamp(max=0).abs().amax(),
     Claim.ORTHOGONAL: _distance_from_orthogonal,
     Claim.SYMMETRIC: lambda p: (p - p.mT).abs().amax(),
-    Claim.CAUSAL: _mass_beyond_the_diagonal,
+    Claim.CAUSAL: _mass_above_the_diagonal,
 }
 """Largest violation of each claim by a dense matrix; zero when it holds exactly."""

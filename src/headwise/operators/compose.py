@@ -9,6 +9,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add as add_up
 from typing import final
 
 import torch
@@ -34,9 +36,8 @@ class Product(AttentionOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        kept = _shared(self.factors) & {Claim.STOCHASTIC, Claim.NONNEGATIVE, Claim.ORTHOGONAL}
-        # P_1 of m x l reaches j <= i + l - m, P_2 of l x n reaches j <= i + n - l: together j <= i + n - m
-        return kept | (_shared(self.factors) & {Claim.CAUSAL})
+        # causal: P_1 of m x l reaches j <= i + l - m, P_2 of l x n reaches j <= i + n - l: together j <= i + n - m
+        return _shared(self.factors) & {Claim.STOCHASTIC, Claim.NONNEGATIVE, Claim.ORTHOGONAL, Claim.CAUSAL}
 
     def apply(self, v: Tensor) -> Tensor:
         for factor in reversed(self.factors):
@@ -49,10 +50,10 @@ class Product(AttentionOperator):
         return u
 
     def cost(self, d: int) -> Cost:
-        return _total([factor.cost(d).times(_copies(factor, self)) for factor in self.factors])
+        return reduce(add_up, [factor.cost(d).times(_copies(factor, self)) for factor in self.factors])
 
     def adjoint_cost(self, d: int) -> Cost:
-        return _total([factor.adjoint_cost(d).times(_copies(factor, self)) for factor in self.factors])
+        return reduce(add_up, [factor.adjoint_cost(d).times(_copies(factor, self)) for factor in self.factors])
 
 
 @final
@@ -71,16 +72,16 @@ class Sum(AttentionOperator):
         return _shared(self.terms) & {Claim.NONNEGATIVE, Claim.SYMMETRIC, Claim.CAUSAL}
 
     def apply(self, v: Tensor) -> Tensor:
-        return _sum([term.apply(v) for term in self.terms])
+        return reduce(add_up, [term.apply(v) for term in self.terms])
 
     def adjoint(self, u: Tensor) -> Tensor:
-        return _sum([term.adjoint(u) for term in self.terms])
+        return reduce(add_up, [term.adjoint(u) for term in self.terms])
 
     def cost(self, d: int) -> Cost:
-        return _beside([term.cost(d).times(_copies(term, self)) for term in self.terms])
+        return reduce(Cost.beside, [term.cost(d).times(_copies(term, self)) for term in self.terms])
 
     def adjoint_cost(self, d: int) -> Cost:
-        return _beside([term.adjoint_cost(d).times(_copies(term, self)) for term in self.terms])
+        return reduce(Cost.beside, [term.adjoint_cost(d).times(_copies(term, self)) for term in self.terms])
 
 
 @final
@@ -127,7 +128,7 @@ class Scaled(AttentionOperator):
 @final
 @dataclass(frozen=True, eq=False)
 class Transposed(AttentionOperator):
-    """P^T: keys gather what queries gave them."""
+    """P^T"""
 
     operator: AttentionOperator
 
@@ -186,7 +187,7 @@ class Kronecker(AttentionOperator):
         batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
         x = x.expand(*batch, *x.shape[-2:]).unflatten(-2, sides)
         for axis, act in enumerate(maps, start=-1 - len(sides)):
-            # the other grid axes ride along as columns, so a factor's own batch axes still line up
+            # the other grid axes become columns, so that the batch axes of the factor still line up
             x = x.movedim(axis, len(batch))
             rest = x.shape[len(batch) + 1 :]
             x = act(x.flatten(len(batch) + 1)).unflatten(-1, rest).movedim(len(batch), axis)
@@ -205,7 +206,7 @@ class Kronecker(AttentionOperator):
             to_come //= columns
             costs.append(cost(done * to_come * d).times(_copies(factor, self)))
             done *= rows
-        return _total(costs)
+        return reduce(add_up, costs)
 
 
 @final
@@ -236,10 +237,14 @@ class PerHead(AttentionOperator):
         return torch.stack(torch.broadcast_tensors(*outs), dim=-3)
 
     def cost(self, d: int) -> Cost:
-        return _beside([head.cost(d).times(_copies(head, self, heads=len(self.heads))) for head in self.heads])
+        return reduce(
+            Cost.beside, [head.cost(d).times(_copies(head, self, heads=len(self.heads))) for head in self.heads]
+        )
 
     def adjoint_cost(self, d: int) -> Cost:
-        return _beside([head.adjoint_cost(d).times(_copies(head, self, heads=len(self.heads))) for head in self.heads])
+        return reduce(
+            Cost.beside, [head.adjoint_cost(d).times(_copies(head, self, heads=len(self.heads))) for head in self.heads]
+        )
 
 
 def product(*factors: AttentionOperator) -> Product:
@@ -308,24 +313,3 @@ def _shared(parts: Sequence[AttentionOperator]) -> frozenset[Claim]:
 def _copies(part: AttentionOperator, whole: AttentionOperator, heads: int = 1) -> int:
     """How often a part of smaller batch runs inside the whole."""
     return math.prod(whole.shape[:-2]) // (heads * math.prod(part.shape[:-2]))
-
-
-def _sum(tensors: list[Tensor]) -> Tensor:
-    total = tensors[0]
-    for x in tensors[1:]:
-        total = total + x
-    return total
-
-
-def _total(costs: list[Cost]) -> Cost:
-    total = costs[0]
-    for cost in costs[1:]:
-        total = total + cost
-    return total
-
-
-def _beside(costs: list[Cost]) -> Cost:
-    total = costs[0]
-    for cost in costs[1:]:
-        total = total.beside(cost)
-    return total

@@ -1,7 +1,7 @@
 """P_ij = M_ij relu(w . [q_i; k_j]) / C_i, a sum of two numbers under a kink, applied in O((m + n)(k + d + log n)).
 
-w . [q; k] = a_i + b_j with a = Q w_q, b = K w_k.  With the keys sorted by b, those that query i hears (b_j > -a_i) come
-first, and the running sums of v_j and of b_j v_j up to there are all it needs:
+w . [q; k] = a_i + b_j with a = Q w_q, b = K w_k.  With the keys sorted by b, those with b_j > -a_i come first, and the
+running sums of v_j and of b_j v_j up to there are all that query i needs:
 
     sum_j relu(a_i + b_j) v_j = a_i sum_(b_j > -a_i) v_j + sum_(b_j > -a_i) b_j v_j
 
@@ -21,21 +21,21 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators._kernels import limits
-from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows, causal_adjoint, causal_apply
-from headwise.operators.base import AttentionOperator
+from headwise.operators._kernels.prefix_sums import blocked
+from headwise.operators._kernels.row_chunks import AveragedOperator
 from headwise.operators.claims import Claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
 from headwise.operators.similarity import Embedding, embed
-from headwise.shapes import all_finite, broadcast_batch, filled, no_empty_axis, same_kind
+from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Concatenation(AttentionOperator):
+class Concatenation(AveragedOperator):
     """P_ij = M_ij relu(w . [q_i; k_j]) / C_i from q (*batch, m, k), k (*batch, n, k') and w (*batch, k + k').
 
-    Causal: the triangle is cut into squares, log2(n / 64) sizes of them, each done as above.  With an arbitrary mask,
-    rows of P in blocks, O(m n d).  Entries are >= 0; rows do not sum to one.
+    Causal: the triangle is cut into squares, log2(n / 64) sizes of them, each done as above.
+    Entries are >= 0; rows do not sum to one.
     """
 
     q: Tensor
@@ -52,26 +52,43 @@ class Concatenation(AttentionOperator):
     def claims(self) -> frozenset[Claim]:
         return frozenset({Claim.NONNEGATIVE, Claim.CAUSAL} if self.mask.causal else {Claim.NONNEGATIVE})
 
-    def apply(self, v: Tensor) -> Tensor:
-        a, b = self._heights(v.dtype)
-        x = self.mask.hide(v.to(a.dtype))
-        if self.mask.pair_mask is not None:
-            out = apply_rows(self._rows(a, b), self.shape, x)
-        else:
-            out = causal_apply(_sums, _triangle, a, b, x) if self.mask.causal else _sums(a, b, x)
-        return self.mask.average(out).to(v.dtype)
+    def _sides(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """a = Q w_q (*batch, m, 1) and b = K w_k (*batch, n, 1)"""
+        w_q, w_k = self.w.to(dtype).unsqueeze(-1).split([self.q.shape[-1], self.k.shape[-1]], dim=-2)
+        return self.q.to(dtype) @ w_q, self.k.to(dtype) @ w_k
 
-    def adjoint(self, u: Tensor) -> Tensor:
-        """The same form, a and b in each other's place."""
-        a, b = self._heights(u.dtype)
-        x = self.mask.average(u.to(a.dtype))
-        if self.mask.pair_mask is not None:
-            out = adjoint_rows(self._rows(a, b), self.shape, x)
-        elif self.mask.causal:
-            out = causal_adjoint(_sums, _triangle, a, b, x)
-        else:
-            out = _sums(b, a, x)
-        return self.mask.hide(out).to(u.dtype)
+    @staticmethod
+    def full(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        """sum_j relu(a_i + b_j) v_j: (*batch, m, 1), (*batch, n, 1), (*batch, n, d) -> (*batch, m, d)"""
+        order = b.detach().argsort(dim=-2, descending=True)
+        b = b.gather(-2, order)
+        positive = _below(-b.detach(), a.detach())
+        v = _take(v, order)
+        sums = torch.cat([v, b * v], dim=-1).cumsum(-2)
+        plain, weighted = _take(F.pad(sums, (0, 0, 1, 0)), positive).chunk(2, dim=-1)
+        return a * plain + weighted
+
+    @staticmethod
+    def triangle(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        """sum over j <= i of relu(a_i + b_j) v_j.
+
+        Small triangles on the diagonal entry by entry; then, for each size s = 64, 128, ..., every second run of s
+        queries against the run of s keys just before it.
+        """
+        n = a.shape[-2]
+        x, y, z = (blocked(t, limits.DIAGONAL_BLOCK) for t in (a, b, v))
+        out = ((x + y.mT).relu().tril() @ z).flatten(-3, -2)[..., :n, :]
+        size = limits.DIAGONAL_BLOCK
+        while size < n:
+            x, y, z = (blocked(t, 2 * size) for t in (a, b, v))
+            part = Concatenation.full(x[..., size:, :], y[..., :size, :], z[..., :size, :])
+            out = out + F.pad(part, (0, 0, size, 0)).flatten(-3, -2)[..., :n, :]
+            size *= 2
+        return out
+
+    @staticmethod
+    def entries(a: Tensor, b: Tensor) -> Tensor:
+        return (a + b.mT).relu()
 
     def cost(self, d: int) -> Cost:
         m, n = self.shape[-2:]
@@ -96,34 +113,10 @@ class Concatenation(AttentionOperator):
             work = rectangle
         return Cost(heights, m + n) + work.times(math.prod(batch))
 
-    def _heights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """a = Q w_q (*batch, m, 1) and b = K w_k (*batch, n, 1), in float32 at least: the sum decides who is heard."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        w_q, w_k = self.w.to(dtype).unsqueeze(-1).split([self.q.shape[-1], self.k.shape[-1]], dim=-2)
-        return self.q.to(dtype) @ w_q, self.k.to(dtype) @ w_k
-
-    def _rows(self, a: Tensor, b: Tensor):
-        def rows(start: int, stop: int) -> Tensor:
-            weights = (a[..., start:stop, :] + b.mT).relu()
-            return weights.masked_fill(~self.mask.rows(start, stop, a.device), 0)
-
-        return rows
-
-
-def _sums(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
-    """sum_j relu(a_i + b_j) v_j: (*batch, m, 1), (*batch, n, 1), (*batch, n, d) -> (*batch, m, d)"""
-    order = b.detach().argsort(dim=-2, descending=True)
-    b = b.gather(-2, order)
-    heard = _below(-b.detach(), a.detach())
-    v = _take(v, order)
-    sums = torch.cat([v, b * v], dim=-1).cumsum(-2)
-    plain, weighted = _take(F.pad(sums, (0, 0, 1, 0)), heard).chunk(2, dim=-1)
-    return a * plain + weighted
-
 
 def _below(ascending: Tensor, x: Tensor) -> Tensor:
     """How many of the sorted numbers are less than each x: (*batch, n, 1), (*batch, m, 1) -> (*batch, m, 1)"""
-    # zeros of the other's batch are added because searchsorted wants whole batches, and laid out in memory
+    # zeros of the other's batch are added because searchsorted needs whole, contiguous batches
     ascending, x = ascending.squeeze(-1), x.squeeze(-1)
     zero_a, zero_x = torch.zeros_like(ascending[..., :1]), torch.zeros_like(x[..., :1])
     return torch.searchsorted(ascending + zero_x, x + zero_a).unsqueeze(-1)
@@ -139,31 +132,6 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 def _cost(m: int, n: int, d: int) -> Cost:
     """b v, two running sums, a times one of them; sorting multiplies nothing."""
     return Cost((3 * n + m) * d, (2 * n + 2 * m) * d, depth=n)
-
-
-def _triangle(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
-    """sum over j <= i of relu(a_i + b_j) v_j.
-
-    Small triangles on the diagonal entry by entry; then, for each size s = 64, 128, ..., every second run of s queries
-    against the run of s keys just before it, all of which it sees.
-    """
-    n = a.shape[-2]
-    x, y, z = (_runs(t, limits.DIAGONAL_BLOCK) for t in (a, b, v))
-    out = ((x + y.mT).relu().tril() @ z).flatten(-3, -2)[..., :n, :]
-    size = limits.DIAGONAL_BLOCK
-    while size < n:
-        x, y, z = (_runs(t, 2 * size) for t in (a, b, v))
-        part = _sums(x[..., size:, :], y[..., :size, :], z[..., :size, :])
-        out = out + F.pad(part, (0, 0, size, 0)).flatten(-3, -2)[..., :n, :]
-        size *= 2
-    return out
-
-
-def _runs(x: Tensor, size: int) -> Tensor:
-    """(*batch, n, d) -> (*batch, runs, size, d), filled up with zeros."""
-    n = x.shape[-2]
-    runs = -(-n // size)
-    return filled(x, (0, 0, 0, runs * size - n)).unflatten(-2, (runs, size))
 
 
 def _triangle_cost(n: int, d: int) -> Cost:

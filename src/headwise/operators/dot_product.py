@@ -16,21 +16,20 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.operators._kernels import limits
-from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows, causal_adjoint, causal_apply
-from headwise.operators.base import AttentionOperator
+from headwise.operators._kernels.prefix_sums import blocked
+from headwise.operators._kernels.row_chunks import AveragedOperator
 from headwise.operators.claims import Claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
 from headwise.operators.similarity import Embedding, embed
-from headwise.shapes import all_finite, broadcast_batch, filled, no_empty_axis, same_axis, same_kind
+from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_axis, same_kind
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class DotProduct(AttentionOperator):
+class DotProduct(AveragedOperator):
     """P_ij = M_ij q_i . k_j / C_i from q (*batch, m, k) and k (*batch, n, k).
 
-    apply and adjoint: one product over the keys and one over the queries; causal, the same in blocks with running sums
-    of K^T V; with an arbitrary mask, rows of P in blocks, O(m n (k + d)).
+    One product over the keys and one over the queries; causal, the same in blocks with running sums of K^T V.
     """
 
     q: Tensor
@@ -46,26 +45,28 @@ class DotProduct(AttentionOperator):
     def claims(self) -> frozenset[Claim]:
         return frozenset({Claim.CAUSAL}) if self.mask.causal else frozenset()
 
-    def apply(self, v: Tensor) -> Tensor:
-        q, k, x = self._in_one_dtype(v)
-        x = self.mask.hide(x)
-        if self.mask.pair_mask is not None:
-            out = apply_rows(self._rows(q, k), self.shape, x)
-        else:
-            out = causal_apply(_product, _triangle, q, k, x) if self.mask.causal else _product(q, k, x)
-        return self.mask.average(out).to(v.dtype)
+    def _sides(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.q.to(dtype), self.k.to(dtype)  # K^T V sums n products: half precision would overflow
 
-    def adjoint(self, u: Tensor) -> Tensor:
-        """K (Q^T (u / C)): queries and keys change roles."""
-        q, k, x = self._in_one_dtype(u)
-        x = self.mask.average(x)
-        if self.mask.pair_mask is not None:
-            out = adjoint_rows(self._rows(q, k), self.shape, x)
-        elif self.mask.causal:
-            out = causal_adjoint(_product, _triangle, q, k, x)
-        else:
-            out = _product(k, q, x)
-        return self.mask.hide(out).to(u.dtype)
+    @staticmethod
+    def full(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        return a @ (b.mT @ v)
+
+    @staticmethod
+    def triangle(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        """tril(Q K^T) V: inside a block as written, between blocks through the running sum of K^T V."""
+        n = a.shape[-2]
+        block, blocks = _blocks(n, a.shape[-1])
+        q, k, v = (blocked(x, block) for x in (a, b, v))
+        out = (q @ k.mT).tril() @ v
+        if blocks > 1:
+            sums = (k[..., :-1, :, :].mT @ v[..., :-1, :, :]).cumsum(-3)
+            out = out + F.pad(q[..., 1:, :, :] @ sums, (0, 0, 0, 0, 1, 0))
+        return out.flatten(-3, -2)[..., :n, :]
+
+    @staticmethod
+    def entries(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b.mT
 
     def cost(self, d: int) -> Cost:
         *batch, m, n = self.shape
@@ -81,35 +82,6 @@ class DotProduct(AttentionOperator):
         if n > m:  # the keys that every query attends to
             total = total.beside(Cost(n * width * d, width * d))
         return total.times(math.prod(batch))
-
-    def _in_one_dtype(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """K^T V sums n products: half precision would overflow, so it goes through float32."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return self.q.to(dtype), self.k.to(dtype), x.to(dtype)
-
-    def _rows(self, q: Tensor, k: Tensor):
-        def rows(start: int, stop: int) -> Tensor:
-            scores = q[..., start:stop, :] @ k.mT
-            return scores.masked_fill(~self.mask.rows(start, stop, q.device), 0)
-
-        return rows
-
-
-def _product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(Q K^T) V in the cheap order"""
-    return q @ (k.mT @ v)
-
-
-def _triangle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """tril(Q K^T) V: inside a block as written, between blocks through the running sum of K^T V."""
-    n = q.shape[-2]
-    block, blocks = _blocks(n, q.shape[-1])
-    q, k, v = (filled(x, (0, 0, 0, blocks * block - n)).unflatten(-2, (blocks, block)) for x in (q, k, v))
-    out = (q @ k.mT).tril() @ v
-    if blocks > 1:
-        sums = (k[..., :-1, :, :].mT @ v[..., :-1, :, :]).cumsum(-3)
-        out = out + F.pad(q[..., 1:, :, :] @ sums, (0, 0, 0, 0, 1, 0))
-    return out.flatten(-3, -2)[..., :n, :]
 
 
 def _blocks(n: int, width: int) -> tuple[int, int]:

@@ -22,7 +22,9 @@ from headwise.errors import InputError, UnsupportedError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.masks import Mask
 
-Options = Mapping[str, int | float]
+Options = Mapping[str, Any]
+"""Numbers by name: whole ones are int."""
+
 Tensors = dict[str, Tensor]
 
 
@@ -74,13 +76,9 @@ class HeadInputs:
         return self.k.shape[-2]
 
     @property
-    def causal(self) -> bool:
-        return self.mask.causal
-
-    @property
-    def key_mask(self) -> Tensor | None:
-        """(b, 1, n), True = attend; the same for all heads."""
-        return self.mask.key_mask
+    def masks(self) -> dict[str, Any]:
+        """`causal` and `key_mask` (b, 1, n), as keyword arguments of builders."""
+        return {"causal": self.mask.causal, "key_mask": self.mask.key_mask}
 
 
 @final
@@ -112,15 +110,12 @@ class Kind:
     initial          (options, length, width) -> initial values of the learned tensors of one head
     start            (options, samples, generator) -> better initial values from recorded calls, stacked (h, *shape)
     step_sizes       initial step size of Adam for each learned tensor (default 0.02)
-    warm_start       an option that does not change the shapes of the learned tensors: a fit starts from the fit of a
-                     candidate that differs in this option only
     candidates       (length, quick) -> option values that `plan` tries (default: the defaults of all options)
     causal           whether P has a causal form; a function of the options if that depends on them
     cached           one query against all keys gives the row that all queries together give, so a cache can be used
     cross_attention  works for queries and keys at different positions
     from_first_key   positions count from the first real key, so padding before it is moved to the end
     reads_scores     P depends on q and k
-    per_position     some learned tensor has an entry for every position, so it must be fitted at the full length
     """
 
     summary: str
@@ -129,14 +124,12 @@ class Kind:
     initial: Callable[[Options, int, int], Tensors] = _no_tensors
     start: Callable[[Options, Sequence[AttentionSample], torch.Generator], Tensors] | None = None
     step_sizes: Mapping[str, float] = field(default_factory=dict)
-    warm_start: str | None = None
     candidates: Callable[[int, bool], Iterable[Options]] = _defaults_only
     causal: bool | Callable[[Options], bool] = False
     cached: bool = False
     cross_attention: bool = False
     from_first_key: bool = False
     reads_scores: bool = True
-    per_position: bool = False
 
 
 KINDS: dict[str, Kind] = {}
@@ -238,17 +231,21 @@ class Choice:
         """Learned tensors of one head before fitting, for sequences of up to `length` and heads of `width`."""
         return self.definition.initial(self.options, length, width)
 
+    def shapes(self, length: int, width: int) -> dict[str, torch.Size]:
+        """The shapes of the learned tensors of one head."""
+        return {name: x.shape for name, x in self.initial(length, width).items()}
+
     def operator(self, inputs: HeadInputs, tensors: Tensors) -> AttentionOperator:
         """P for heads with the same choice: (b, h, m, n), or fewer batch axes where heads do not differ."""
         kind, m, n = self.definition, inputs.m, inputs.n
-        if inputs.causal:
+        if inputs.mask.causal:
             self.check_causal("attention")
-        if not kind.cross_attention and m != n and not (inputs.causal and kind.cached and m < n):
+        if not kind.cross_attention and m != n and not (inputs.mask.causal and kind.cached and m < n):
             raise UnsupportedError(
                 f"{self.kind}: m = {m} queries against n = {n} keys, but "
                 + (
                     f"{self.kind} cannot compute new queries from cached keys; call generate with use_cache=False"
-                    if inputs.causal
+                    if inputs.mask.causal
                     else "it needs queries and keys at the same positions; use softmax for cross-attention"
                 )
             )
@@ -293,12 +290,12 @@ def _cost(choice: Choice, n: int, width: int, causal: bool) -> Cost:
 def candidates(length: int, *, causal: bool, calibration_length: int, quick: bool = False) -> list[Choice]:
     """The choices that `plan` tries for sequences of `length`.
 
-    Kinds with a learned entry per position are left out if the calibration texts are shorter than `length`.
+    Choices with a learned entry per position are left out if the calibration texts are shorter than `length`.
     """
-    choices = [
-        Choice(name, options)
-        for name, kind in KINDS.items()
-        if calibration_length >= length or not kind.per_position
-        for options in kind.candidates(length, quick)
+    choices = [Choice(name, options) for name, kind in KINDS.items() for options in kind.candidates(length, quick)]
+    return [
+        choice
+        for choice in choices
+        if (choice.causal or not causal)
+        and (calibration_length >= length or choice.shapes(length, 1) == choice.shapes(length + 1, 1))
     ]
-    return [choice for choice in choices if choice.causal or not causal]

@@ -1,11 +1,10 @@
-"""Two models on the same texts: how far their answers are apart, and how long each takes.
-
-Drift is that of `trial`: one minus the cosine of the mean final states, or the distance of the losses of a decoder.
-"""
+"""Compare two models on the same texts: the drift of their outputs (as in `planning.drift`), and their times."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from headwise.replacement.planning.drift import difference, pooled_states, token
 
 @final
 @dataclass(frozen=True)
-class Apart:
-    """Drift and seconds of each text; `operators` counts what the second model's heads were replaced by."""
+class ModelDifference:
+    """Drift and seconds of each text; `operators` counts the kinds of the replaced heads of the second model."""
 
     old: str
     new: str
@@ -43,14 +42,12 @@ class Apart:
 
 
 def is_model(path: Path) -> bool:
-    """A directory that save_pretrained wrote, and not one that examine wrote."""
+    """Whether `path` is a directory written by save_pretrained, not by examine."""
     return path.is_dir() and (path / "config.json").is_file() and not (path / "report.json").exists()
 
 
 def open_model(path: Path) -> LoadedModel:
-    """A model's directory, rewritten or not."""
-    import json
-
+    """The model in a directory, rewritten or not."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -60,41 +57,33 @@ def open_model(path: Path) -> LoadedModel:
     return load_model(str(path), with_head=True)
 
 
-def apart(
+def compare_models(
     old: LoadedModel, new: LoadedModel, batches: Sequence[Any], *, progress: Callable[[int], None] | None = None
-) -> Apart:
-    """Both models on every batch, one after the other, so that a busy machine disturbs both."""
+) -> ModelDifference:
+    """Run both models on every batch, alternating, so that other load affects both times."""
     losses = all(hasattr(x.model, "lm_head") for x in (old, new)) and isinstance(batches[0], Mapping)
     measure = token_loss if losses and "input_ids" in batches[0] else pooled_states
     drifts: list[float] = []
     seconds: tuple[list[float], list[float]] = ([], [])
     for index, batch in enumerate(batches):
-        answers = []
+        outputs = []
         for loaded, times in zip((old, new), seconds, strict=True):
-            output, took = _timed(loaded.model, batch)
-            times.append(took)
-            answers.append(measure(loaded.model, batch, output))
-        if answers[0].shape != answers[1].shape:
-            shapes = " and ".join(str(tuple(x.shape)) for x in answers)
-            raise InputError(f"{old.name} and {new.name} answer with different sizes, {shapes}; compare like with like")
-        drifts += difference(*answers).tolist()
+            start = time.perf_counter()
+            with torch.no_grad():
+                output = run_model(loaded.model, batch)
+            times.append(time.perf_counter() - start)
+            outputs.append(measure(loaded.model, batch, output))
+        if outputs[0].shape != outputs[1].shape:
+            shapes = " and ".join(str(tuple(x.shape)) for x in outputs)
+            raise InputError(f"the outputs of {old.name} and {new.name} have different shapes, {shapes}")
+        drifts += difference(*outputs).tolist()
         if progress is not None:
             progress(index + 1)
     kind = "loss" if measure is token_loss else "cosine"
-    return Apart(old.name, new.name, kind, drifts, *seconds, _operators(new.model))
-
-
-def _timed(model: nn.Module, batch: Any) -> tuple[Any, float]:
-    with torch.no_grad():
-        start = time.perf_counter()
-        output = run_model(model, batch)
-        return output, time.perf_counter() - start
+    return ModelDifference(old.name, new.name, kind, drifts, *seconds, _operators(new.model))
 
 
 def _operators(model: nn.Module) -> dict[str, int]:
+    """Number of heads of each kind, most frequent first."""
     sites = (getattr(getattr(model, "config", None), "headwise", None) or {}).get("sites", {})
-    found: dict[str, int] = {}
-    for site in sites.values():
-        for choice in site["heads"]:
-            found[choice["kind"]] = found.get(choice["kind"], 0) + 1
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+    return dict(Counter(choice["kind"] for site in sites.values() for choice in site["heads"]).most_common())

@@ -88,6 +88,16 @@ class Plan:
     skipped: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not self.sites:
+            raise InputError("the plan lists no attention sites, so there is nothing to rewrite")
+        known = self.model["sites"]
+        for site, choices in self.sites.items():
+            if site not in known:
+                raise InputError(f"the model has no site {site!r}; it has {', '.join(known)}")
+            if known[site]["heads"] != len(choices):
+                raise InputError(f"{site} has {known[site]['heads']} heads, but the plan has {len(choices)} choices")
+
     @property
     def point(self) -> PlanPoint | None:
         """The point of the curve with the choices of this plan; None if the plan was edited."""
@@ -117,22 +127,13 @@ class Plan:
         planned = str(self.model.get("class", name)).removeprefix("Headwise")
         if planned != name:
             raise InputError(f"the plan was made for a {planned}, but the model is a {name}; plan again for this model")
-        if not self.sites:
-            raise InputError("the plan lists no attention sites, so there is nothing to rewrite")
-        modules, known = dict(model.named_modules()), self.model.get("sites", {})
-        for site, choices in self.sites.items():
-            module = modules.get(site.partition("@")[0])
-            if module is None:
-                raise InputError(
-                    f"the plan was made for another model: {name} has no module {site.partition('@')[0]!r}"
-                )
-            if site not in known:
-                raise InputError(f"the plan lists {site!r}, but its description of the model has no such site")
-            if known[site]["heads"] != len(choices):
-                raise InputError(f"{site}: has {known[site]['heads']} heads, but the plan has {len(choices)} choices")
-            if known[site].get("causal", getattr(module, "is_causal", False)):
-                for head, choice in enumerate(choices):
-                    choice.check_causal(f"{site}: head {head}")
+        modules = dict(model.named_modules())
+        for site, head, choice in each_head(self.sites):
+            module = site.partition("@")[0]
+            if module not in modules:
+                raise InputError(f"the plan was made for another model: {name} has no module {module!r}")
+            if self.model["sites"][site].get("causal", getattr(modules[module], "is_causal", False)):
+                choice.check_causal(f"{site}: head {head}")
         positions = max_positions(model)
         if positions is not None and self.length > positions:
             raise InputError(f"the plan is for a length of {self.length}, but {name} has {positions} positions")
@@ -211,21 +212,59 @@ class Plan:
         """Read a plan.json, or the directory that `save` wrote; raises InputError that names what is wrong with it."""
         path = Path(path).expanduser()
         file = path / "plan.json" if path.is_dir() else path
-        facts = _read(file)
-        choices = [Choice.from_dict(d) for d in facts.get("choices", [])]
-        plan = Plan(
-            facts["model"],
-            facts["length"],
-            _read_sites(file, facts["sites"], facts["model"]),
-            _read_tensors(file.with_suffix(".safetensors")),
-            float(facts["tolerance"]),
-            str(facts["measure"]),
-            *([_read_point(file, p, choices) for p in facts.get(name, [])] for name in ("curve", "baselines")),
-            *(facts.get(name, {}) for name in ("timing", "skipped", "provenance")),
-        )
-        for site, head, choice in each_head(plan.sites):
-            _check_fitted(file, plan, site, head, choice)
-        return plan
+        try:
+            facts = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"cannot read {file}: {error.strerror or error}; name a plan.json made by plan") from error
+        except ValueError as error:
+            raise InputError(f"{file} is not JSON ({error})") from error
+        try:
+            return _from_facts(facts, _read_tensors(file.with_suffix(".safetensors")))
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from error
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{file} is not a plan, or damaged ({one_line(error)}); plan again") from error
+
+
+def _from_facts(facts: Mapping[str, Any], fitted: FittedTensors) -> Plan:
+    """The inverse of `Plan.to_dict`."""
+    if facts.get("schema") != SCHEMA:
+        raise InputError(f"has schema {facts.get('schema')}, but this version reads {SCHEMA}; plan again")
+    model, length = facts["model"], facts["length"]
+    if "fingerprint" not in model:
+        raise InputError("does not identify its model: model needs class, fingerprint and sites")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise InputError(f"length must be a whole number of at least 1, but is {length!r}")
+    choices = [Choice.from_dict(d) for d in facts["choices"]]
+
+    def points(name: str) -> list[PlanPoint]:
+        return [
+            PlanPoint(**{**p, "sites": {site: [choices[i] for i in row] for site, row in p["sites"].items()}})
+            for p in facts[name]
+        ]
+
+    sites: dict[str, list[Choice]] = {}
+    for site, row in facts["sites"].items():
+        sites[site] = []
+        for head, written in enumerate(row):
+            try:
+                sites[site].append(Choice.from_dict(written))
+            except InputError as error:
+                raise InputError(f"{site}, head {head}: {error}") from error
+    plan = Plan(
+        model,
+        length,
+        sites,
+        fitted,
+        float(facts["tolerance"]),
+        str(facts["measure"]),
+        points("curve"),
+        points("baselines"),
+        *(facts[name] for name in ("timing", "skipped", "provenance")),
+    )
+    for site, head, choice in each_head(sites):
+        _check_fitted(plan, site, head, choice)
+    return plan
 
 
 def each_head(sites: Sites) -> Iterator[tuple[str, int, Choice]]:
@@ -238,46 +277,6 @@ def each_head(sites: Sites) -> Iterator[tuple[str, int, Choice]]:
 def check_tolerance(tolerance: float) -> None:
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise InputError(f"tolerance must be a finite number of at least 0, but is {tolerance}")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror or error}; name a plan.json made by plan") from error
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON ({error})") from error
-    required = ("model", "length", "tolerance", "measure", "sites")
-    if not isinstance(facts, dict) or any(name not in facts for name in required):
-        raise InputError(f"{file} is not a plan: it needs {', '.join(required)}")
-    if facts.get("schema") != SCHEMA:
-        raise InputError(f"{file} has schema {facts.get('schema')}, but this version reads {SCHEMA}; plan again")
-    model, length = facts["model"], facts["length"]
-    if not isinstance(model, dict) or not isinstance(model.get("sites"), dict) or "fingerprint" not in model:
-        raise InputError(f"{file} does not describe its model: model needs class, fingerprint and sites")
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise InputError(f"{file}: length must be a whole number of at least 1, but is {length!r}")
-    return facts
-
-
-def _read_sites(file: Path, sites: Any, model: Mapping[str, Any]) -> Sites:
-    if not isinstance(sites, dict) or not sites:
-        raise InputError(f"{file}: sites must be an object with a list of choices for each site, but is {sites!r}")
-    result: dict[str, list[Choice]] = {}
-    for site, choices in sites.items():
-        if site not in model["sites"]:
-            raise InputError(f"{file}: the model has no site {site!r}; it has {', '.join(model['sites'])}")
-        heads = model["sites"][site]["heads"]
-        if not isinstance(choices, list) or len(choices) != heads:
-            count = len(choices) if isinstance(choices, list) else choices
-            raise InputError(f"{file}: {site} has {heads} heads, but the plan has {count} choices for it")
-        result[site] = []
-        for head, choice in enumerate(choices):
-            try:
-                result[site].append(Choice.from_dict(choice))
-            except InputError as error:
-                raise InputError(f"{file}: {site}, head {head}: {error}") from error
-    return result
 
 
 def _read_tensors(file: Path) -> FittedTensors:
@@ -295,30 +294,19 @@ def _read_tensors(file: Path) -> FittedTensors:
     return fitted
 
 
-def _check_fitted(file: Path, plan: Plan, site: str, head: int, choice: Choice) -> None:
+def _check_fitted(plan: Plan, site: str, head: int, choice: Choice) -> None:
     """Raise InputError unless every learned tensor of the choice was fitted, in the right size."""
     fitted = plan.fitted.get((site, head, choice), {})
     for name, initial in choice.initial(plan.length, int(plan.model["sites"][site]["width"])).items():
         if name not in fitted:
             others = sorted({str(c) for s, h, c in plan.fitted if (s, h) == (site, head)})
             raise InputError(
-                f"{file}: {site}, head {head} is {choice}, whose tensor {name!r} was not fitted; "
+                f"{site}, head {head} is {choice}, whose tensor {name!r} was not fitted; "
                 f"choose one that was ({', '.join(others) or 'none'}) or one without learned tensors"
             )
         if fitted[name].shape != initial.shape:
-            raise InputError(
-                f"{file}: {site}, head {head} is {choice}: its {name} should be {tuple(initial.shape)}, but is "
-                f"{tuple(fitted[name].shape)}"
-            )
-
-
-def _read_point(file: Path, facts: Mapping[str, Any], choices: Sequence[Choice]) -> PlanPoint:
-    try:
-        return PlanPoint(
-            **{**facts, "sites": {site: [choices[i] for i in row] for site, row in facts["sites"].items()}}
-        )
-    except (KeyError, IndexError, TypeError) as error:
-        raise InputError(f"{file}: a point of the curve is damaged ({one_line(error)}); plan again") from error
+            shapes = tuple(initial.shape), tuple(fitted[name].shape)
+            raise InputError(f"{site}, head {head} is {choice}: its {name} should be {shapes[0]}, but is {shapes[1]}")
 
 
 def _one_line_per_head(value: Any, depth: int = 0) -> str:

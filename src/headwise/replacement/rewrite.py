@@ -66,7 +66,8 @@ def _receipt(old: nn.Module, new: nn.Module, plan: Plan, probe: Any) -> Receipt:
         parts.append(Receipt(site, 0, added, before, after, math.nan, math.nan, notes=(counts,)))
     return Receipt(
         type(old).__name__,
-        *(sum(p.numel() for p in model.parameters()) for model in (old, new)),
+        sum(p.numel() for p in old.parameters()),
+        sum(p.numel() for p in new.parameters()),
         reduce(Cost.__add__, (part.cost_before for part in parts)),
         reduce(Cost.__add__, (part.cost_after for part in parts)),
         change,

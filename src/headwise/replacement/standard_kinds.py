@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,21 +38,20 @@ from headwise.replacement.kinds import (
 LEADING = 1
 """Candidates attend to the first key: heads with nothing to attend to use it, and break without it."""
 
-RANK, SHARPNESS = KindOption(64, 1), KindOption(1.0, 1e-6)
+LEADING_OPTION, RANK, SHARPNESS = KindOption(0, 0), KindOption(64, 1), KindOption(1.0, 1e-6)
 
 
 def _up_to_half(length: int, sizes: Iterable[int]) -> list[int]:
     return [size for size in sizes if 2 * size <= length]
 
 
-# ---- without positions or with one parameter ----
-
+# ---- one P for all heads ----
 
 register_kind(
     "softmax",
     Kind(
         "softmax over all keys, unchanged",
-        lambda x, options, tensors: softmax(x.q, x.k, scale=x.scale, causal=x.causal, key_mask=x.key_mask),
+        lambda x, options, tensors: softmax(x.q, x.k, scale=x.scale, **x.masks),
         causal=True,
         cached=True,
         cross_attention=True,
@@ -64,7 +63,7 @@ register_kind(
     "uniform",
     Kind(
         "the mean of the values",
-        lambda x, options, tensors: uniform(x.m, x.n, causal=x.causal, key_mask=x.key_mask),
+        lambda x, options, tensors: uniform(x.m, x.n, **x.masks),
         causal=True,
         cached=True,
         cross_attention=True,
@@ -75,11 +74,11 @@ register_kind(
 register_kind(
     "offset",
     Kind(
-        "the key `offset` positions later, or the outermost one at the ends",
-        lambda x, options, tensors: offset(x.m, x.n, int(options["offset"]), key_mask=x.key_mask, device=x.q.device),
-        {"offset": KindOption(0)},
-        candidates=lambda length, quick: [{"offset": by} for by in (-1, 0, 1)],
-        causal=lambda options: options["offset"] <= 0,
+        "the key `by` positions later, or the outermost one at the ends",
+        lambda x, options, tensors: offset(x.m, x.n, options["by"], key_mask=x.mask.key_mask, device=x.q.device),
+        {"by": KindOption(0)},
+        candidates=lambda length, quick: [{"by": by} for by in (-1, 0, 1)],
+        causal=lambda options: options["by"] <= 0,
         cached=True,
         reads_scores=False,
     ),
@@ -89,24 +88,20 @@ register_kind(
 # ---- functions of the offset j - i ----
 
 
-def _offsets(x: HeadInputs) -> Tensor:
-    """j - i for the diagonals of P from the bottom left, the last query at the last key: (m + n - 1,)"""
-    return torch.arange(-(x.n - 1), x.m, device=x.q.device)
+def _toeplitz(x: HeadInputs, logits: Callable[[Tensor], Tensor]) -> AttentionOperator:
+    """softmax of logits(j - i): a function of the offsets (m + n - 1,), the last query at the last key."""
+    by_offset = logits(torch.arange(-(x.n - 1), x.m, device=x.q.device)).to(x.q.dtype)
+    return toeplitz_softmax(by_offset.unsqueeze(0), x.m, x.n, **x.masks)
 
 
-def _by_offset(x: HeadInputs, logits: Tensor) -> AttentionOperator:
-    logits = logits.to(x.q.dtype).unsqueeze(0)  # (1, h, m + n - 1)
-    return toeplitz_softmax(logits, x.m, x.n, causal=x.causal, key_mask=x.key_mask)
-
-
-def _toeplitz(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
-    reach = int(options["reach"])
-    return _by_offset(x, tensors["profile"].index_select(-1, _offsets(x).clamp(-reach, reach) + reach))
+def _profile(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    reach = options["reach"]
+    return _toeplitz(x, lambda offset: tensors["profile"].index_select(-1, offset.clamp(-reach, reach) + reach))
 
 
 def _gaussian_window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
-    distance = _offsets(x).to(tensors["centre"].dtype) - tensors["centre"].unsqueeze(-1)
-    return _by_offset(x, -distance.square() * (-2 * tensors["log_width"]).exp().unsqueeze(-1) / 2)
+    centre, precision = (y.unsqueeze(-1) for y in (tensors["centre"], (-2 * tensors["log_width"]).exp()))
+    return _toeplitz(x, lambda offset: -(offset.to(centre.dtype) - centre).square() * precision / 2)
 
 
 def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:
@@ -115,28 +110,25 @@ def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:
     total, count = torch.zeros(heads, 2 * reach + 1), torch.zeros(2 * reach + 1)
     for x in (sample.inputs for sample in samples):
         keys = x.k if x.k.shape[1] == heads else x.k.repeat_interleave(heads // x.k.shape[1], dim=1)
-        block = max(1, limits.SCORE_ENTRIES // (heads * x.n))
-        for b in range(x.q.shape[0]):
-            for start in range(0, x.n, block):
-                stop = min(x.n, start + block)
-                scores = x.scale * (x.q[b, :, start:stop] @ keys[b].mT)
-                offset = torch.arange(x.n) - torch.arange(start, stop)[:, None]
-                hidden = offset > 0 if x.causal else torch.zeros_like(offset, dtype=torch.bool)
-                hidden = hidden if x.key_mask is None else hidden | ~x.key_mask[b if len(x.key_mask) > 1 else 0]
-                place = (offset.clamp(-reach, reach) + reach).flatten()
-                p = torch.softmax(scores.masked_fill(hidden, -1e30), dim=-1).masked_fill(hidden, 0)
-                total.index_add_(1, place, p.flatten(1))
-                count.index_add_(0, place, (~hidden).float().flatten())
+        block = max(1, limits.SCORE_ENTRIES // (len(x.q) * heads * x.n))
+        for start in range(0, x.n, block):
+            stop = min(x.n, start + block)
+            place = (torch.arange(x.n) - torch.arange(start, stop)[:, None]).clamp(-reach, reach) + reach
+            visible = x.mask.rows(start, stop).expand(len(x.q), 1, -1, -1)
+            scores = (x.scale * x.q[:, :, start:stop] @ keys.mT).masked_fill(~visible, -1e30)
+            p = scores.softmax(-1).masked_fill(~visible, 0)
+            total.index_add_(1, place.flatten(), p.sum(0).flatten(1))
+            count.index_add_(0, place.flatten(), visible.sum((0, 1)).float().flatten())
     return total / count.clamp(min=1)
 
 
-def _start_toeplitz(options: Options, samples: Sequence[AttentionSample], generator: torch.Generator) -> Tensors:
+def _start_profile(options: Options, samples: Sequence[AttentionSample], generator: torch.Generator) -> Tensors:
     """The logarithm of the mean weight at each offset."""
-    return {"profile": mean_profile(samples, int(options["reach"])).clamp(min=1e-9).log().float()}
+    return {"profile": mean_profile(samples, options["reach"]).clamp(min=1e-9).log().float()}
 
 
 def _start_gaussian_window(options: Options, samples: Sequence[AttentionSample], generator: torch.Generator) -> Tensors:
-    """Mean and spread of the offsets that a head attends to; both are bounded for heads without a clear offset."""
+    """Mean and spread of the offsets that a head attends to; the spread is bounded below."""
     reach = min(64, samples[0].inputs.n - 1)
     weights = mean_profile(samples, reach)[:, 1:-1]
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
@@ -150,10 +142,10 @@ register_kind(
     "toeplitz",
     Kind(
         "softmax of a learned profile over offsets -reach..reach, constant beyond",
-        _toeplitz,
+        _profile,
         {"reach": KindOption(128, 0)},
-        lambda options, length, width: {"profile": torch.zeros(2 * int(options["reach"]) + 1)},
-        _start_toeplitz,
+        lambda options, length, width: {"profile": torch.zeros(2 * options["reach"] + 1)},
+        _start_profile,
         {"profile": 0.05},
         candidates=lambda length, quick: [{"reach": min(64, length - 1)}],
         causal=True,
@@ -180,25 +172,23 @@ register_kind(
 
 
 def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
-    width, leading = int(options["width"]), min(int(options["leading"]), x.n)
-    if x.padding_before is None or not leading or x.key_mask is None:
-        return window(x.q, x.k, width, leading=leading, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
+    width, leading = options["width"], min(options["leading"], x.n)
+    if x.padding_before is None or not leading:
+        return window(x.q, x.k, width, leading=leading, scale=x.scale, **x.masks)
     # new queries against a cache that begins with padding: the leading keys differ from sequence to sequence
     i, j = torch.arange(x.n - x.m, x.n, device=x.q.device)[:, None], torch.arange(x.n, device=x.q.device)
-    attended = (j <= i) & ((j > i - width) | (j < (x.padding_before + leading).unsqueeze(-1)))  # (b, m, n)
-    return softmax(x.q, x.k, scale=x.scale, key_mask=x.key_mask, pair_mask=attended.unsqueeze(1))
+    pairs = (j <= i) & ((j > i - width) | (j < (x.padding_before + leading).unsqueeze(-1)))  # (b, m, n)
+    return softmax(x.q, x.k, scale=x.scale, key_mask=x.mask.key_mask, pair_mask=pairs.unsqueeze(1))
 
 
 def _near_far(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     a, b, c = (tensors[name].to(x.q.dtype) for name in ("a", "b", "c"))
-    block, leading = int(options["block"]), min(int(options["leading"]), x.n - 1)
-    return near_far(
-        x.q, x.k, a, b, c, block=block, leading=leading, scale=x.scale, causal=x.causal, key_mask=x.key_mask
-    )
+    block, leading = options["block"], min(options["leading"], x.n - 1)
+    return near_far(x.q, x.k, a, b, c, block=block, leading=leading, scale=x.scale, **x.masks)
 
 
 def _initial_near_far(options: Options, length: int, width: int) -> Tensors:
-    rank = int(options["rank"])
+    rank = options["rank"]
     # far keys weigh as if their scores were zero
     return {"a": torch.zeros(rank, width), "b": torch.zeros(rank, width), "c": torch.zeros(rank) - math.log(rank)}
 
@@ -208,29 +198,22 @@ def _start_near_far(options: Options, samples: Sequence[AttentionSample], genera
 
     exp(s (q . u - |u|^2 / 2)) exp(s u . k) / e
     """
-    rank, scale = int(options["rank"]), samples[0].inputs.scale
-    rows = []
+    rank, rows = options["rank"], []
     for x in (sample.inputs for sample in samples):
-        q = x.q.transpose(0, 1)
-        rows.append(q.flatten(1, 2) if x.key_mask is None else q[:, x.key_mask[:, 0].expand(x.q.shape[0], -1)])
+        real = torch.ones(len(x.q), x.n, dtype=torch.bool) if x.mask.key_mask is None else x.mask.key_mask[:, 0]
+        rows.append(x.q.transpose(0, 1)[:, real.expand(len(x.q), -1)])
     queries = torch.cat(rows, dim=1)  # (h, rows, k)
     if rank == 1:
         u = queries.mean(1, keepdim=True)
         return {"a": u / 2, "b": u, "c": torch.full(u.shape[:2], -1.0)}
     u = queries[:, torch.randint(queries.shape[1], (rank,), generator=generator)]
-    return {"a": u / 2, "b": u, "c": -scale * u.square().sum(-1) / 2 - 1}
+    return {"a": u / 2, "b": u, "c": -samples[0].inputs.scale * u.square().sum(-1) / 2 - 1}
 
 
 def _near_far_candidates(length: int, quick: bool) -> list[Options]:
-    blocks_of_rank = (
-        {3: (16, 4, 8, 32)} if quick else {1: (16, 4, 8, 32), 3: (16, 4, 8, 32), 7: (16, 8, 32, 64), 15: (16,)}
-    )
-    return [
-        {"block": block, "rank": rank, "leading": LEADING}
-        for rank, blocks in blocks_of_rank.items()
-        for block in blocks
-        if 4 * max(block, rank) <= length
-    ]
+    full = {1: (16, 4, 8, 32), 3: (16, 4, 8, 32), 7: (16, 8, 32, 64), 15: (16,)}
+    blocks = [(block, rank) for rank in ((3,) if quick else full) for block in full[rank]]
+    return [{"block": b, "rank": r, "leading": LEADING} for b, r in blocks if 4 * max(b, r) <= length]
 
 
 register_kind(
@@ -238,7 +221,7 @@ register_kind(
     Kind(
         "softmax over `width` neighbours and the `leading` first keys",
         _window,
-        {"width": KindOption(65, 1), "leading": KindOption(0, 0)},
+        {"width": KindOption(65, 1), "leading": LEADING_OPTION},
         candidates=lambda length, quick: [
             {"width": width, "leading": LEADING}
             for width in _up_to_half(length, (17, 65, 129) if quick else (9, 17, 33, 65, 129))
@@ -254,11 +237,10 @@ register_kind(
     Kind(
         "softmax over neighbouring blocks and the `leading` first keys, `rank` learned features for all other keys",
         _near_far,
-        {"block": KindOption(16, 1), "rank": KindOption(4, 1), "leading": KindOption(0, 0)},
+        {"block": KindOption(16, 1), "rank": KindOption(4, 1), "leading": LEADING_OPTION},
         _initial_near_far,
         _start_near_far,
         {"a": 0.1, "b": 0.1, "c": 0.1},
-        warm_start="block",
         candidates=_near_far_candidates,
         causal=True,
         from_first_key=True,
@@ -269,24 +251,16 @@ register_kind(
 # ---- all keys at linear cost ----
 
 
-def _efficient(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
-    return efficient(x.q, x.k, scale=options["sharpness"] * x.scale, causal=x.causal, key_mask=x.key_mask)
-
-
 @torch.compiler.assume_constant_result
 def _rotations(width: int, buckets: float, rounds: int) -> Tensor:
     return random_rotations(width, buckets, rounds, generator=torch.Generator().manual_seed(0))
 
 
 def _hashed(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
-    rounds, chunk, heads = int(options["rounds"]), int(options["chunk"]), x.q.shape[-3]
+    rounds, chunk, heads = options["rounds"], options["chunk"], x.q.shape[1]
     rotations = _rotations(x.q.shape[-1], x.n / chunk, rounds).to(x.q)
-    k = x.k if x.k.shape[-3] == heads else x.k.repeat_interleave(heads // x.k.shape[-3], -3)
-    return hashed(x.q, k, rotations, rounds=rounds, chunk=chunk, scale=x.scale, causal=x.causal, key_mask=x.key_mask)
-
-
-def _nystrom(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
-    return nystrom(x.q, x.k, min(int(options["landmarks"]), x.m, x.n), scale=x.scale, key_mask=x.key_mask)
+    k = x.k if x.k.shape[1] == heads else x.k.repeat_interleave(heads // x.k.shape[1], 1)
+    return hashed(x.q, k, rotations, rounds=rounds, chunk=chunk, scale=x.scale, **x.masks)
 
 
 def _ranks(length: int, quick: bool) -> list[int]:
@@ -297,7 +271,7 @@ register_kind(
     "efficient",
     Kind(
         "softmax over the features of q times softmax over the keys of k",
-        _efficient,
+        lambda x, options, tensors: efficient(x.q, x.k, scale=options["sharpness"] * x.scale, **x.masks),
         {"sharpness": SHARPNESS},
         candidates=lambda length, quick: [{"sharpness": s} for s in ((2.0,) if quick else (1.0, 2.0, 4.0))],
         causal=True,
@@ -323,7 +297,7 @@ register_kind(
     "nystrom",
     Kind(
         "Nyström approximation through the means of `landmarks` segments",
-        _nystrom,
+        lambda x, options, tensors: nystrom(x.q, x.k, min(options["landmarks"], x.m, x.n), scale=x.scale, **x.masks),
         {"landmarks": RANK},
         candidates=lambda length, quick: [{"landmarks": rank} for rank in _ranks(length, quick)],
         cross_attention=True,
@@ -348,24 +322,23 @@ def _projections(kind: str, x: HeadInputs, tensors: Tensors) -> tuple[Dense, Den
 
 
 def _projected(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
-    return projected(x.q, x.k, *_projections("projected", x, tensors), scale=x.scale, key_mask=x.key_mask)
+    return projected(x.q, x.k, *_projections("projected", x, tensors), scale=x.scale, **x.masks)
 
 
 def _factored(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     e, f = _projections("factored", x, tensors)
-    return factored(x.q, x.k, e, f, scale=options["sharpness"] * x.scale, key_mask=x.key_mask)
+    return factored(x.q, x.k, e, f, scale=options["sharpness"] * x.scale, **x.masks)
 
 
 def _window_low_rank(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     e, f = _projections("window_low_rank", x, tensors)
-    width, leading = int(options["width"]), min(int(options["leading"]), x.n)
-    bias = tensors["bias"].to(x.q.dtype)
-    return window_low_rank(x.q, x.k, width, e, f, bias, leading=leading, scale=x.scale, key_mask=x.key_mask)
+    leading, bias = min(options["leading"], x.n), tensors["bias"].to(x.q.dtype)
+    return window_low_rank(x.q, x.k, options["width"], e, f, bias, leading=leading, scale=x.scale, **x.masks)
 
 
 def _initial_projections(options: Options, length: int, width: int) -> Tensors:
     """Means of `rank` segments of nearly equal length: e and f (rank, length)"""
-    rank = min(int(options["rank"]), length)
+    rank = min(options["rank"], length)
     segment = (torch.arange(length) * rank).div(length, rounding_mode="floor")
     e = torch.nn.functional.one_hot(segment, rank).T.float()
     e = e / e.sum(-1, keepdim=True).clamp(min=1)
@@ -391,7 +364,6 @@ register_kind(
         candidates=lambda length, quick: [{"rank": rank} for rank in _ranks(length, quick)],
         cross_attention=True,
         from_first_key=True,
-        per_position=True,
     ),
 )
 
@@ -406,7 +378,6 @@ register_kind(
         candidates=lambda length, quick: [{"rank": rank, "sharpness": 4.0} for rank in _up_to_half(length, (64,))],
         cross_attention=True,
         from_first_key=True,
-        per_position=True,
     ),
 )
 
@@ -415,16 +386,14 @@ register_kind(
     Kind(
         "softmax over `width` neighbours, the `leading` first keys and `rank` learned mixtures of all keys",
         _window_low_rank,
-        {"width": KindOption(33, 1), "rank": KindOption(16, 1), "leading": KindOption(0, 0)},
+        {"width": KindOption(33, 1), "rank": KindOption(16, 1), "leading": LEADING_OPTION},
         _initial_window_low_rank,
         step_sizes={**PROJECTION_STEPS, "bias": 0.1},
-        warm_start="width",
         candidates=lambda length, quick: [
             {"width": width, "rank": rank, "leading": LEADING}
             for width, rank in (((17, 8),) if quick else ((17, 8), (33, 16)))
             if 2 * max(width, rank) <= length
         ],
         from_first_key=True,
-        per_position=True,
     ),
 )

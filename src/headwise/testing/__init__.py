@@ -12,9 +12,7 @@
 draws shapes, tensors, masks and bad input for hypothesis (the only module here that needs more than torch).
 """
 
-from headwise.testing.contract import CHECKS as CHECKS
-from headwise.testing.contract import Case as Case
-from headwise.testing.contract import ContractError as ContractError
-from headwise.testing.contract import assert_operator as assert_operator
-from headwise.testing.counting import count_multiply_adds as count_multiply_adds
-from headwise.testing.counting import peak_bytes as peak_bytes
+from headwise.testing.contract import CHECKS, Case, ContractError, assert_operator
+from headwise.testing.counting import count_multiply_adds, peak_bytes
+
+__all__ = ["CHECKS", "Case", "ContractError", "assert_operator", "count_multiply_adds", "peak_bytes"]

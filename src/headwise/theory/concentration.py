@@ -48,12 +48,8 @@ def failures_of_low_rank(
     p: Tensor, w: Tensor, k: int, epsilon: float, draws: int, *, generator: torch.Generator | None = None
 ) -> Frequency:
     """The frequency of ||P R^T R w - P w|| > eps ||P w|| over `draws` sketches."""
-    exact = p @ w
-    limit, failed = epsilon * exact.norm(), 0
-    for _ in range(draws):
-        r = sketch(k, p.shape[-1], generator)
-        failed += bool((p @ (r.mT @ (r @ w)) - exact).norm() > limit)
-    return Frequency(failed, draws)
+    squares = _squared_errors(p, w, k, draws, generator)
+    return Frequency(int((squares.sqrt() > epsilon * (p @ w).norm()).sum()), draws)
 
 
 def best_rank_error(p: Tensor, k: int) -> float:
@@ -76,9 +72,11 @@ def measured_square(
     p: Tensor, w: Tensor, k: int, draws: int, *, generator: torch.Generator | None = None
 ) -> tuple[float, float]:
     """Mean of ||P R^T R w - P w||^2 over draws, and its standard error."""
-    exact, squares = p @ w, []
-    for _ in range(draws):
-        r = sketch(k, p.shape[-1], generator)
-        squares.append((p @ (r.mT @ (r @ w)) - exact).square().sum())
-    values = torch.stack(squares)
-    return values.mean().item(), (values.std() / math.sqrt(draws)).item()
+    squares = _squared_errors(p, w, k, draws, generator)
+    return squares.mean().item(), (squares.std() / math.sqrt(draws)).item()
+
+
+def _squared_errors(p: Tensor, w: Tensor, k: int, draws: int, generator: torch.Generator | None) -> Tensor:  # (draws,)
+    exact = p @ w
+    sketches = (sketch(k, p.shape[-1], generator) for _ in range(draws))
+    return torch.stack([(p @ (r.mT @ (r @ w)) - exact).square().sum() for r in sketches])

@@ -58,8 +58,14 @@ class RegionError:
     maximal: float
 
 
-Regions = dict[str, RegionError | None]
-"""Errors of "whole", "interior" and "border"; None for an empty region (permutations have no border)."""
+@final
+@dataclass(frozen=True)
+class Regions:
+    """Errors by region; None for an empty one (permutations have no border)."""
+
+    whole: RegionError
+    interior: RegionError | None
+    border: RegionError | None
 
 
 @final
@@ -74,17 +80,12 @@ class ElementReport:
     @property
     def relative(self) -> float:
         """||A(g x) - g A(x)|| / ||A(x)|| in float64."""
-        return _whole(self.float64).relative
+        return self.float64.whole.relative
 
     @property
     def maximal(self) -> float:
         """max |A(g x) - g A(x)| in float64."""
-        return _whole(self.float64).maximal
-
-    @property
-    def maximal_as_given(self) -> float:
-        """max |A(g x) - g A(x)| in the given dtype."""
-        return _whole(self.given).maximal
+        return self.float64.whole.maximal
 
 
 @final
@@ -148,12 +149,6 @@ class SymmetryReport:
             f"rounding floor of {self.dtype} {self.floor:.2g}"
         )
         return "\n".join((line, *(f"  note: {note}" for note in self.notes)))
-
-
-def _whole(regions: Regions) -> RegionError:
-    whole = regions["whole"]
-    assert whole is not None  # a grid has at least one position
-    return whole
 
 
 def check_equivariance(
@@ -239,8 +234,7 @@ def _check(
 
     runs = run_in_two_precisions(module, call, inputs)
     notes.extend(runs.notes)
-    compare = _comparison(elements, x, axes, out_axes)
-    errors, errors64 = compare(runs.given), compare(runs.float64)
+    errors, errors64 = (_errors(elements, x, axes, out_axes, outputs) for outputs in (runs.given, runs.float64))
     limit = runs.threshold * runs.scale
     real = any(bool((error.size > limit).any()) for error in errors64)
     width = _border_width(errors64, limit)
@@ -249,7 +243,7 @@ def _check(
         for element, e, e64 in zip(elements, errors, errors64, strict=True)
     )
     if not real:
-        same = all(report.maximal_as_given == 0 for report in reports)
+        same = all(report.given.whole.maximal == 0 for report in reports)
         verdict = Symmetry.EXACT if same else Symmetry.ROUNDING
     elif width is not None:
         verdict = Symmetry.BORDER_ONLY
@@ -292,15 +286,12 @@ class _Errors:
 
     def regions(self, width: int | None) -> Regions:
         """Errors by region, for a border of `width`; where none was measured, of a quarter of the depth."""
+        whole = self._error(slice(None))
         if self.depth is None:
-            return {"whole": self._error(slice(None)), "interior": self._error(slice(None)), "border": None}
-        width = width or max(1, (int(self.depth.max()) + 1) // 4)
-        inside = self.depth >= width
-        return {
-            "whole": self._error(slice(None)),
-            "interior": self._error(inside) if bool(inside.any()) else None,
-            "border": self._error(~inside) if not bool(inside.all()) else None,
-        }
+            return Regions(whole, whole, None)
+        inside = self.depth >= (width or max(1, (int(self.depth.max()) + 1) // 4))
+        interior = self._error(inside) if bool(inside.any()) else None
+        return Regions(whole, interior, None if bool(inside.all()) else self._error(~inside))
 
     def _error(self, where: Tensor | slice) -> RegionError:
         gap, norm = self.gap[:, where], self.reference[:, where].norm().item()
@@ -308,31 +299,22 @@ class _Errors:
         return RegionError(size / norm if norm else (0.0 if size == 0 else float("inf")), gap.amax().item())
 
 
-def _comparison(
-    elements: list[Element], x: Tensor, axes: Axes, out_axes: Axes | None
-) -> Callable[[list[Tensor]], list[_Errors]]:
-    """The function that compares A(x) with A(g1 x), A(g2 x), ..."""
-
-    def invariant(outputs: list[Tensor]) -> list[_Errors]:
-        y, *moved = (z.double() for z in outputs)
-        return [
-            _Errors(_gap(e, z, y).reshape(-1, 1), y.reshape(-1, 1), None, None)
-            for e, z in zip(elements, moved, strict=True)
-        ]
-
-    def equivariant(outputs: list[Tensor]) -> list[_Errors]:
-        y, *moved = (z.double() for z in outputs)
-        assert out_axes is not None
-        expected = x.dim() + (0 if x.dtype.is_floating_point else 1)
-        if isinstance(out_axes, str) and out_axes == axes and y.dim() != expected:
-            raise ShapeError(
-                f"check_equivariance: x has shape {tuple(x.shape)}, but the output {tuple(y.shape)}; "
-                "give out_axes, or use check_invariance"
-            )
-        where = _resolve("the output", out_axes, y)
-        return [_at_positions(element, z, y, where) for element, z in zip(elements, moved, strict=True)]
-
-    return invariant if out_axes is None else equivariant
+def _errors(
+    elements: list[Element], x: Tensor, axes: Axes, out_axes: Axes | None, outputs: list[Tensor]
+) -> list[_Errors]:
+    """Compare A(x), the first of `outputs`, with A(g x) for every element g; without `out_axes`, g A(x) is A(x)."""
+    y, *moved = (z.double() for z in outputs)
+    pairs = zip(elements, moved, strict=True)
+    if out_axes is None:
+        return [_Errors(_gap(e, z, y).reshape(-1, 1), y.reshape(-1, 1), None, None) for e, z in pairs]
+    expected = x.dim() + (0 if x.dtype.is_floating_point else 1)
+    if isinstance(out_axes, str) and out_axes == axes and y.dim() != expected:
+        raise ShapeError(
+            f"check_equivariance: x has shape {tuple(x.shape)}, but the output {tuple(y.shape)}; "
+            "give out_axes, or use check_invariance"
+        )
+    where = _resolve("the output", out_axes, y)
+    return [_at_positions(element, z, y, where) for element, z in pairs]
 
 
 def _at_positions(element: Element, a: Tensor, y: Tensor, where: tuple[int, ...]) -> _Errors:

@@ -1,4 +1,4 @@
-"""Heads replaced by their choices: every kind equals P written out, alone and beside others, masked and cached."""
+"""Replaced heads: every kind equals its reference, alone and beside other kinds, with masks and with a cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.operators.relative.offset import offset as offset_operator
 from headwise.replacement import Choice
 from headwise.replacement.install.mixed_heads import MixedHeads
-from headwise.testing import assert_operator
 from tests.replacement.plans import CACHED, CAUSAL, SMALL, written_out
 
 N, WIDTH, SCALE = 13, 4, 0.6
@@ -27,7 +25,7 @@ def drawn(*sizes: int) -> Tensor:
 
 
 def fitted(choices: list[Choice]) -> MixedHeads:
-    """Heads whose learned tensors are not what they begin as."""
+    """MixedHeads with random learned tensors."""
     heads = MixedHeads(choices, WIDTH, N).double()
     for x in heads.parameters():
         torch.nn.init.normal_(x, std=0.5)
@@ -50,7 +48,7 @@ MASKED = [(choice, False) for choice in SMALL] + [(choice, True) for choice in C
 
 @pytest.mark.parametrize("choice, causal", MASKED, ids=str)
 @pytest.mark.parametrize("key_mask", [None, RIGHT], ids=["whole", "key_mask"])
-def test_each_kind_equals_its_twin_values_and_gradients(choice: Choice, causal: bool, key_mask: Tensor | None) -> None:
+def test_each_kind_equals_its_reference(choice: Choice, causal: bool, key_mask: Tensor | None) -> None:
     heads = fitted([choice] * 2)
     inputs = [drawn(2, 2, N, WIDTH).requires_grad_() for _ in range(3)]
     fast = heads(*inputs, key_mask=key_mask, causal=causal, scale=SCALE)
@@ -60,13 +58,13 @@ def test_each_kind_equals_its_twin_values_and_gradients(choice: Choice, causal: 
     pull = drawn(*fast.shape) * (1 if key_mask is None else key_mask[:, None, :, None])
     leaves = [*inputs, *heads.parameters()]
     gradients = [torch.autograd.grad(y, leaves, pull, allow_unused=True, retain_graph=True) for y in (fast, slow)]
-    for found, wanted in zip(*gradients, strict=True):
+    for actual, target in zip(*gradients, strict=True):
         zero = torch.zeros(())
-        torch.testing.assert_close(*(zero.double() if g is None else g for g in (found, wanted)), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(*(zero.double() if g is None else g for g in (actual, target)), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("groups", [12, 4, 2], ids="{} key heads".format)
-def test_groups_of_heads_are_the_heads_one_by_one(groups: int) -> None:
+def test_groups_of_heads_equal_single_heads(groups: int) -> None:
     """A run of neighbours, scattered heads, and heads alone; with grouped queries the runs cross the groups."""
     a, b, c = SIMPLE.values()
     learned = Choice("toeplitz", {"reach": 2})
@@ -78,17 +76,17 @@ def test_groups_of_heads_are_the_heads_one_by_one(groups: int) -> None:
         out = heads(q, k, v, key_mask=key_mask, causal=causal, scale=SCALE)
         real = slice(None) if key_mask is None else key_mask[:, None, :, None].expand_as(out)
         torch.testing.assert_close(out[real], expected(heads, q, k, v, key_mask=key_mask, causal=causal)[real])
-        assert out.transpose(1, 2).is_contiguous()  # as models want it next
+        assert out.transpose(1, 2).is_contiguous()  # as models read it next
         slow = expected(heads, q, k, v, key_mask=key_mask, causal=causal)
         leaves, pull = (
             [q, k, v, *heads.parameters()],
             drawn(*out.shape) * (1 if key_mask is None else key_mask[:, None, :, None]),
         )
-        for found, wanted in zip(*(torch.autograd.grad(y, leaves, pull) for y in (out, slow)), strict=True):
-            torch.testing.assert_close(found, wanted)
+        for actual, target in zip(*(torch.autograd.grad(y, leaves, pull) for y in (out, slow)), strict=True):
+            torch.testing.assert_close(actual, target)
 
 
-@pytest.mark.parametrize("choice", [*SIMPLE.values(), Choice("offset", {"offset": -1}), Choice("hashed", {"chunk": 3})])
+@pytest.mark.parametrize("choice", [*SIMPLE.values(), Choice("offset", {"by": -1}), Choice("hashed", {"chunk": 3})])
 @pytest.mark.parametrize("causal", [False, True])
 def test_grouped_queries(choice: Choice, causal: bool) -> None:
     heads = fitted([choice] * 4)
@@ -98,21 +96,32 @@ def test_grouped_queries(choice: Choice, causal: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("choice", SMALL, ids=str)
-def test_padding_is_absence(choice: Choice) -> None:
-    """A padded sequence answers like the shorter one, wherever the padding is; hashes depend on the whole length."""
+PADDED = [(*at, key_mask) for at, key_mask in itertools.product(MASKED, (RIGHT, LEFT))]
+
+
+@pytest.mark.parametrize("choice, causal, key_mask", PADDED, ids=str)
+def test_padding_has_no_effect(choice: Choice, causal: bool, key_mask: Tensor) -> None:
     heads = fitted([choice] * 2)
     q, k, v = (drawn(2, 2, N, WIDTH) for _ in range(3))
-    if choice.kind in ("hashed", "nystrom"):
-        return  # the number of buckets, or the length of a segment, is that of the padded sequence
-    for causal in (False, True):
-        if causal and not choice.causal:
-            continue
-        for key_mask in (RIGHT, LEFT):
-            out = heads(q, k, v, key_mask=key_mask, causal=causal, scale=SCALE)
-            assert out.isfinite().all()
-            part = [x[1:, :, key_mask[1]] for x in (q, k, v)]
-            torch.testing.assert_close(out[1:, :, key_mask[1]], heads(*part, causal=causal, scale=SCALE))
+    options = {"key_mask": key_mask, "causal": causal, "scale": SCALE}
+    out, padding = heads(q, k, v, **options), ~key_mask[:, None, :, None]
+    assert out.isfinite().all()
+    others = (torch.where(padding, drawn(*x.shape), x) for x in (q, k, v))
+    torch.testing.assert_close(heads(*others, **options)[1:, :, key_mask[1]], out[1:, :, key_mask[1]])
+
+
+@pytest.mark.parametrize(
+    "choice, causal, key_mask",
+    # the buckets of a hash and the segments of nystrom are those of the padded length
+    [case for case in PADDED if case[0].kind not in ("hashed", "nystrom")],
+    ids=str,
+)
+def test_a_padded_sequence_equals_the_shorter_one(choice: Choice, causal: bool, key_mask: Tensor) -> None:
+    heads = fitted([choice] * 2)
+    q, k, v = (drawn(2, 2, N, WIDTH) for _ in range(3))
+    out = heads(q, k, v, key_mask=key_mask, causal=causal, scale=SCALE)
+    part = [x[1:, :, key_mask[1]] for x in (q, k, v)]
+    torch.testing.assert_close(out[1:, :, key_mask[1]], heads(*part, causal=causal, scale=SCALE))
 
 
 @pytest.mark.parametrize("choice", CACHED, ids=str)
@@ -127,7 +136,7 @@ def test_new_queries_against_a_cache_are_the_last_rows(choice: Choice, key_mask:
 
 
 @pytest.mark.parametrize("choice", [choice for choice in SMALL if choice not in CACHED], ids=str)
-def test_what_cannot_use_a_cache_says_so(choice: Choice) -> None:
+def test_kinds_that_cannot_use_a_cache_raise(choice: Choice) -> None:
     heads = fitted([choice])
     with pytest.raises(UnsupportedError, match=r"attends to later keys|use_cache=False"):
         heads(drawn(1, 1, 1, WIDTH), drawn(1, 1, N, WIDTH), drawn(1, 1, N, WIDTH), causal=True, scale=SCALE)
@@ -175,7 +184,7 @@ def test_one_head_alone() -> None:
     assert heads.head_parameters(1)["centre"].item() == -1.0 != heads.head_parameters(0)["centre"].item()
     v = drawn(1, 2, N, WIDTH)
     out = heads(v, v, v, scale=SCALE)
-    torch.testing.assert_close(out[:, 1, 1:], v[:, 1, :-1])  # so narrow that it is the key before
+    torch.testing.assert_close(out[:, 1, 1:], v[:, 1, :-1])  # so narrow that only the key before counts
     with pytest.raises(ShapeError, match=r"head 1 is gaussian_window with learned tensors centre \(\), log_width \(\)"):
         heads.load_head(1, {"profile": torch.zeros(3)})
 
@@ -186,21 +195,3 @@ def test_shapes_that_disagree() -> None:
         heads(q, q, q, scale=SCALE)
     with pytest.raises(ShapeError, match="key_mask has shape \\(1, 12\\), but there are n = 13 keys"):
         heads(q[:, :2], q[:, :2], q[:, :2], key_mask=torch.ones(1, 12, dtype=torch.bool), scale=SCALE)
-
-
-@pytest.mark.parametrize("offset", [-2, 0, 1])
-@pytest.mark.parametrize("padded", [False, True])
-def test_offset_keeps_the_contract(offset: int, padded: bool) -> None:
-    key_mask = torch.arange(7) < torch.tensor([[7], [4]]) if padded else None
-    assert_operator(
-        lambda x: offset_operator(7, 7, offset, key_mask=key_mask),
-        {"x": (1,)},
-        lambda x: written_out(
-            Choice("offset", {"offset": offset}),
-            torch.zeros(2 if padded else 1, 7, 1),
-            torch.zeros(2 if padded else 1, 7, 1),
-            key_mask=key_mask,
-            scale=1.0,
-        )[slice(None) if padded else 0],
-        skip={"gradients": "P has no parameters", "vmap": "P has no parameters", "trace": "nothing to trace"},
-    )

@@ -1,4 +1,4 @@
-"""Any other PyTorch model: called as before, its heads replaced while it runs, nothing of it changed."""
+"""Any other PyTorch model: called as before, its heads replaced while it runs, its modules unchanged."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SOFTMAX, WINDOW = Choice("softmax"), Choice("window", {"width": 4, "leading": 1}
 N, WIDTH, HEADS = 11, 16, 2
 
 
-class ByHand(nn.Module):
-    """Attention written by hand, one call of torch's function; in eager steps if it is given `p`."""
+class HandWritten(nn.Module):
+    """A hand-written layer that calls scaled_dot_product_attention."""
 
     def __init__(self, *, causal: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def drawn(b: int = 2, n: int = N) -> Tensor:
     return torch.randn(b, n, WIDTH)
 
 
-def test_exact_everywhere_is_the_model_itself() -> None:
+def test_softmax_everywhere_is_the_original_model() -> None:
     model, x = encoder(), drawn()
     new, receipt = headwise.rewrite(model, plan_for(model, {"src": x}, [SOFTMAX]), probe=x)
     key_mask = torch.arange(N) >= torch.tensor([[N], [7]])
@@ -59,8 +59,8 @@ def test_exact_everywhere_is_the_model_itself() -> None:
 @pytest.mark.parametrize(
     "choice, causal", [*itertools.product(SMALL, [False]), *itertools.product(CAUSAL, [True])], ids=str
 )
-def test_each_kind_is_the_model_made_by_hand(choice: Choice, causal: bool) -> None:
-    model, x = ByHand(causal=causal).double(), drawn().double()
+def test_each_kind_equals_the_model_with_explicit_weights(choice: Choice, causal: bool) -> None:
+    model, x = HandWritten(causal=causal).double(), drawn().double()
     new, _ = headwise.rewrite(model, plan_for(model, {"x": x}, [choice], length=N))
     for p in new.heads.parameters():
         nn.init.normal_(p)
@@ -81,7 +81,7 @@ def test_each_kind_is_the_model_made_by_hand(choice: Choice, causal: bool) -> No
         torch.testing.assert_close(new(x, mask), expected, rtol=1e-6, atol=1e-8)
 
 
-def test_padding_of_an_encoder_is_absence() -> None:
+def test_padding_of_an_encoder_has_no_effect() -> None:
     model, x = encoder(), drawn()
     new, _ = headwise.rewrite(model, plan_for(model, {"src": x}, [WINDOW, Choice("uniform")], length=N))
     key_mask = torch.arange(N) >= torch.tensor([[N], [7]])
@@ -104,8 +104,8 @@ def test_gradients_and_state() -> None:
     assert torch.equal(torch.compile(new, backend="eager")(x), new(x))  # left as it is
 
 
-def test_nothing_is_left_behind_and_errors_are_sentences() -> None:
-    model, x, original = ByHand().eval(), drawn(), F.scaled_dot_product_attention
+def test_nothing_is_left_behind_after_errors() -> None:
+    model, x, original = HandWritten().eval(), drawn(), F.scaled_dot_product_attention
     new, _ = headwise.rewrite(model, plan_for(model, {"x": x}, [WINDOW], length=N))
     odd = torch.rand(N, N) < 0.5
     with pytest.raises(UnsupportedError, match=r"head 0 is window .* mask \(m = 11, n = 11\)"):
@@ -118,7 +118,7 @@ def test_nothing_is_left_behind_and_errors_are_sentences() -> None:
     class Sometimes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = ByHand(), ByHand()
+            self.first, self.second = HandWritten(), HandWritten()
 
         def forward(self, x: Tensor, twice: bool = True) -> Tensor:
             return self.second(self.first(x)) if twice else x if twice is None else self.first(x)

@@ -59,7 +59,7 @@ def states(model: nn.Module, batch: dict) -> Tensor:
 
 
 def shaken(model: nn.Module) -> nn.Module:
-    """Learned tensors that are not what they begin as."""
+    """Give the learned tensors random values."""
     for name, x in model.named_parameters():
         if ".headwise." in name:
             nn.init.normal_(x, std=0.5)
@@ -67,8 +67,8 @@ def shaken(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def by_hand(keep: Tensor | None) -> Iterator[None]:
-    """An implementation of attention called "by_hand" that forms P of every head from its module's choices."""
+def explicit_weights(keep: Tensor | None) -> Iterator[None]:
+    """An implementation of attention called "explicit" that forms P of every head from its module's choices."""
 
     def attend(module, query, key, value, attention_mask, scaling=None, is_causal=None, **kwargs):
         causal = module.is_causal if is_causal is None else is_causal
@@ -81,15 +81,15 @@ def by_hand(keep: Tensor | None) -> Iterator[None]:
             rows.append(p @ value[:, i // shared])
         return torch.stack(rows, dim=2), None
 
-    transformers.AttentionInterface.register("by_hand", attend)
+    transformers.AttentionInterface.register("explicit", attend)
     try:
         yield
     finally:
-        transformers.AttentionInterface._global_mapping.pop("by_hand")
+        transformers.AttentionInterface._global_mapping.pop("explicit")
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "t5", "whisper"])
-def test_exact_everywhere_is_the_model_itself(name: str) -> None:
+def test_softmax_everywhere_is_the_original_model(name: str) -> None:
     model, batch = made(name)
     before = {key: x.clone() for key, x in model.state_dict().items()}
     expected, kind = states(model, batch), model.config._attn_implementation
@@ -99,7 +99,7 @@ def test_exact_everywhere_is_the_model_itself(name: str) -> None:
     assert receipt.cost_after == receipt.cost_before
     assert type(new).__name__ == f"Headwise{type(model).__name__}"
     assert isinstance(new, type(model))
-    # the given model is as it was
+    # the given model is unchanged
     assert model.config._attn_implementation == kind
     assert not hasattr(model.config, "headwise")
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
@@ -114,7 +114,7 @@ LENGTHS = torch.tensor([[13], [8]])
     [*itertools.product(["bert"], SMALL), *itertools.product(["llama", "gpt2"], CAUSAL), ("vit", SMALL[5])],
     ids=str,
 )
-def test_each_kind_is_the_model_made_by_hand(name: str, choice: Choice) -> None:
+def test_each_kind_equals_the_model_with_explicit_weights(name: str, choice: Choice) -> None:
     """Batches of unequal length, padded at the end; real positions agree in float64."""
     model, batch = made(name)
     plan, keep = plan_for(model, batch, [choice]), None
@@ -123,8 +123,8 @@ def test_each_kind_is_the_model_made_by_hand(name: str, choice: Choice) -> None:
         batch = {"input_ids": ids(2, 13), "attention_mask": keep.long()}
     new = shaken(headwise.rewrite(model.double(), plan)[0])
     found = states(new, batch)
-    with by_hand(keep):
-        new.set_attn_implementation("by_hand")
+    with explicit_weights(keep):
+        new.set_attn_implementation("explicit")
         expected = states(new, batch)
     real = slice(None) if keep is None else keep
     torch.testing.assert_close(found[real], expected[real], rtol=1e-6, atol=1e-8)
@@ -132,7 +132,7 @@ def test_each_kind_is_the_model_made_by_hand(name: str, choice: Choice) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_agrees_with_the_original_where_heads_are_exact(name: str, side: str) -> None:
+def test_padding_agrees_with_the_original_for_softmax_heads(name: str, side: str) -> None:
     model, batch = made(name)
     new, _ = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX]))
     keep = torch.arange(13) < LENGTHS
@@ -143,7 +143,7 @@ def test_padding_agrees_with_the_original_where_heads_are_exact(name: str, side:
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_a_padded_sequence_is_the_shorter_one(name: str, side: str) -> None:
+def test_a_padded_sequence_equals_the_shorter_one(name: str, side: str) -> None:
     model, batch = made(name)
     new = shaken(headwise.rewrite(model, plan_for(model, batch, SOME))[0])
     keep = torch.arange(13) < LENGTHS
@@ -155,7 +155,7 @@ def test_a_padded_sequence_is_the_shorter_one(name: str, side: str) -> None:
 
 
 def test_masks_of_four_axes() -> None:
-    """A mask (b, 1, m, n) that is padding or causality is taken, whatever it is made of; any other by exact heads."""
+    """A mask (b, 1, m, n) that is padding or causal is recognised in every dtype; others are for softmax heads."""
     model, batch = made("llama")
     new, _ = headwise.rewrite(model, plan_for(model, batch, [SOME[1]]))
     same, _ = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX]))
@@ -163,9 +163,9 @@ def test_masks_of_four_axes() -> None:
     tokens = ids(2, 13)
     square = torch.ones(13, 13, dtype=torch.bool).tril() & keep[:, None, None, :]
     additive = torch.zeros(square.shape).masked_fill(~square, torch.finfo(torch.float32).min)
-    wanted = states(new, {"input_ids": tokens, "attention_mask": keep.long()})
+    target = states(new, {"input_ids": tokens, "attention_mask": keep.long()})
     for mask in (square, additive):
-        assert torch.equal(states(new, {"input_ids": tokens, "attention_mask": mask})[keep], wanted[keep])
+        assert torch.equal(states(new, {"input_ids": tokens, "attention_mask": mask})[keep], target[keep])
     holes = square.clone()
     holes[:, :, 5, 2] = False
     odd = {"input_ids": tokens, "attention_mask": holes}
@@ -177,7 +177,7 @@ def test_masks_of_four_axes() -> None:
 
 
 @pytest.mark.parametrize("choices", [[choice] for choice in CACHED] + [SOME], ids=str)
-def test_generate_with_a_cache_is_generate_without(choices: list[Choice]) -> None:
+def test_generate_is_the_same_with_and_without_a_cache(choices: list[Choice]) -> None:
     model = causal_lm()
     new = shaken(headwise.rewrite(model, plan_for(model, {"input_ids": ids(1, 8)}, choices, length=64))[0])
     keep = torch.ones(2, 9, dtype=torch.long)
@@ -200,8 +200,8 @@ def test_a_cache_that_cannot_be_used_is_refused_before_decoding(choice: Choice) 
     new, _ = headwise.rewrite(model, plan)
     called = []
     new.register_forward_pre_hook(lambda *args: called.append(1))
-    sentence = rf"generate: head 3 of model.layers.0.self_attn is {choice}, .* pass use_cache=False"
-    with pytest.raises(UnsupportedError, match=sentence):
+    message = rf"generate: head 3 of model.layers.0.self_attn is {choice}, .* pass use_cache=False"
+    with pytest.raises(UnsupportedError, match=message):
         new.generate(ids(1, 5), max_new_tokens=2)
     with pytest.raises(UnsupportedError, match="use_cache=False"):
         new.generate(ids(1, 5), generation_config=transformers.GenerationConfig(max_new_tokens=2))
@@ -209,7 +209,7 @@ def test_a_cache_that_cannot_be_used_is_refused_before_decoding(choice: Choice) 
     assert new.generate(ids(1, 5), max_new_tokens=2, use_cache=False).shape == (1, 7)
 
 
-def test_a_static_cache_is_for_exact_heads() -> None:
+def test_a_static_cache_is_for_softmax_heads() -> None:
     model = causal_lm()
     batch, options = {"input_ids": ids(1, 8)}, {"max_new_tokens": 4, "do_sample": False}
     new, _ = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX], length=64))
@@ -243,7 +243,7 @@ def test_copied_and_pickled() -> None:
         assert torch.equal(states(again, batch), states(new, batch))
 
 
-def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+def test_directories_that_cannot_be_loaded(tmp_path: Path) -> None:
     made("bert")[0].save_pretrained(tmp_path)
     with pytest.raises(InputError, match="was not rewritten; load it with AutoModel"):
         load(tmp_path)
@@ -269,12 +269,20 @@ BAD: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         "the plan was made for a GPT2Model, but the model is a LlamaModel",
     ),
     "module": (
-        lambda plan: replace(plan, sites={"layers.7.self_attn": [SOFTMAX] * 4}),
+        lambda plan: replace(
+            plan,
+            sites={"layers.7.self_attn": [SOFTMAX] * 4},
+            model={"sites": {"layers.7.self_attn": {"heads": 4, "width": 8}}},
+        ),
         "made for another model: LlamaModel has no module 'layers.7.self_attn'",
+    ),
+    "site": (
+        lambda plan: replace(plan, sites={"layers.7.self_attn": [SOFTMAX] * 4}),
+        "the model has no site 'layers.7.self_attn'; it has layers.0.self_attn, layers.1.self_attn",
     ),
     "heads": (
         lambda plan: replace(plan, sites={"layers.0.self_attn": [SOFTMAX] * 3}),
-        "layers.0.self_attn: has 4 heads, but the plan has 3 choices",
+        "layers.0.self_attn has 4 heads, but the plan has 3 choices",
     ),
     "length": (
         lambda plan: replace(plan, length=4096),
@@ -285,8 +293,8 @@ BAD: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         "layers.1.self_attn: head 1 is causal, but nystrom landmarks=64 attends to later keys",
     ),
     "ahead": (
-        lambda plan: replace(plan, sites={"layers.1.self_attn": [Choice("offset", {"offset": 1})] * 4}),
-        "layers.1.self_attn: head 0 is causal, but offset offset=1 attends to later keys",
+        lambda plan: replace(plan, sites={"layers.1.self_attn": [Choice("offset", {"by": 1})] * 4}),
+        "layers.1.self_attn: head 0 is causal, but offset by=1 attends to later keys",
     ),
     "empty": (lambda plan: replace(plan, sites={}), "the plan lists no attention sites"),
     "no attention": (
@@ -298,12 +306,12 @@ BAD: dict[str, tuple[Callable[[Plan], Plan], str]] = {
 }
 
 
-@pytest.mark.parametrize("change, sentence", BAD.values(), ids=BAD)
-def test_plans_that_do_not_fit(change, sentence: str) -> None:
+@pytest.mark.parametrize("change, message", BAD.values(), ids=BAD)
+def test_plans_that_do_not_fit(change, message: str) -> None:
     model, batch = made("llama")
     with pytest.raises((InputError, UnsupportedError)) as error:
         headwise.rewrite(model, change(plan_for(model, batch, [SOFTMAX])))
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -318,7 +326,7 @@ def test_families_without_the_interface_are_refused_by_name() -> None:
         headwise.rewrite(model, plan)
 
 
-def test_a_site_that_is_never_asked_is_refused() -> None:
+def test_a_site_that_never_calls_the_interface_is_refused() -> None:
     """A module that has the interface in its code but is not used in a pass."""
     model, batch = made("llama")
     plan = plan_for(model, batch, [SOFTMAX])
@@ -330,7 +338,7 @@ def test_a_site_that_is_never_asked_is_refused() -> None:
         headwise.rewrite(model, more)
 
 
-def test_shared_layers_have_one_operator_a_head() -> None:
+def test_shared_layers_have_one_operator_per_head() -> None:
     config = transformers.AlbertConfig(
         vocab_size=99,
         hidden_size=32,
@@ -350,7 +358,7 @@ def test_shared_layers_have_one_operator_a_head() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra, sentence",
+    "extra, message",
     [
         ({"softcap": 30.0}, r"capped scores \(softcap\) is not supported"),
         ({"s_aux": torch.zeros(4)}, r"an extra sink in the softmax \(s_aux\)"),
@@ -359,17 +367,17 @@ def test_shared_layers_have_one_operator_a_head() -> None:
         ({"dropout": 0.1}, r"head 0 is window .* attention dropout of 0.1; call model.eval\(\)"),
     ],
 )
-def test_what_changes_the_mathematics_is_refused(extra: dict, sentence: str) -> None:
+def test_unsupported_arguments_are_refused(extra: dict, message: str) -> None:
     from headwise.replacement.install.transformers_attention import attention
 
     model, batch = made("bert")
     new, _ = headwise.rewrite(model, plan_for(model, batch, [SOME[1]]))
     q = torch.randn(1, 4, 5, 8)
-    with pytest.raises(UnsupportedError, match=sentence):
+    with pytest.raises(UnsupportedError, match=message):
         attention(new.encoder.layer[0].attention.self, q, q, q, None, **extra)
 
 
-def test_packed_sequences_and_sliding_windows_are_for_exact_heads() -> None:
+def test_packed_sequences_are_for_softmax_heads() -> None:
     model, batch = made("llama")
     at = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
     packed = {"input_ids": ids(1, 7), "position_ids": at, "use_cache": False}
@@ -385,7 +393,7 @@ def sliding(name: str) -> nn.Module:
     if name == "mistral":
         config = transformers.MistralConfig(num_hidden_layers=1, num_key_value_heads=2, sliding_window=6, **sizes)
         return transformers.MistralModel(config).eval()
-    # one layer sees everything, the next its neighbours, on both sides
+    # one layer attends to all keys, the next to neighbours on both sides
     config = transformers.ModernBertConfig(
         num_hidden_layers=2, local_attention=12, global_attn_every_n_layers=2, pad_token_id=0, **sizes
     )
@@ -393,7 +401,7 @@ def sliding(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["mistral", "modernbert"])
-def test_sliding_windows_of_the_model_itself_are_for_exact_heads(name: str) -> None:
+def test_sliding_windows_are_for_softmax_heads(name: str) -> None:
     model, batch = sliding(name), {"input_ids": ids(1, 8)}
     new, _ = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX], length=6))
     for n in (5, 6, 7, 13):

@@ -69,9 +69,9 @@ def test_captured_padding_stands_at_the_end() -> None:
     name = next(iter(find_sites(model.eval(), batch)))
     (sample,) = capture(model, [batch], [name])[name]
     x = sample.inputs
-    assert x.key_mask is not None
-    assert x.key_mask[1, 0].tolist() == [True] * 6 + [False] * 4
-    weights = (x.scale * x.q @ x.k.mT).masked_fill(~x.key_mask[:, None], -1e30).softmax(-1)
+    assert x.mask.key_mask is not None
+    assert x.mask.key_mask[1, 0].tolist() == [True] * 6 + [False] * 4
+    weights = (x.scale * x.q @ x.k.mT).masked_fill(~x.mask.key_mask[:, None], -1e30).softmax(-1)
     torch.testing.assert_close(weights @ sample.v, sample.output, atol=1e-5, rtol=1e-4)
 
 

@@ -178,15 +178,15 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
 
 def _finite_scores(part: Scores, out: Tensor) -> Tensor:
     s = torch.baddbmm(out, part.q, part.k.mT, beta=0, alpha=part.scale, out=out)
-    if part.bias is not None:
-        s += part.bias
-    return s if part.keep is None else s.masked_fill_(~part.keep, _MASKED)
+    if part.mask.attn_bias is not None:
+        s += part.mask.attn_bias
+    return s if part.mask.visible is None else s.masked_fill_(~part.mask.visible, _MASKED)
 
 
 def _visible_keys(part: Scores, columns: int, rows: int) -> Tensor:
-    if part.keep is None:
+    if part.mask.visible is None:
         return torch.tensor(float(columns))
-    return part.keep.expand(*part.keep.shape[:-2], rows, columns).sum(-1).float()
+    return part.mask.visible.expand(*part.mask.visible.shape[:-2], rows, columns).sum(-1).float()
 
 
 def _sketched(sample: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A fast forward and a fast backward written by hand, that autograd, vmap and second derivatives still understand.
+"""Hand-written forward and backward passes that still work with autograd, vmap and second derivatives.
 
 A kernel is (b, rows, width) tensors in, one tensor out, with what its backward needs beside it.  The first derivative
 is the kernel's own `pull`; the second goes through `plain`, the same function in differentiable operations; vmap folds
@@ -15,7 +15,7 @@ from torch import Tensor
 
 class Kernel(Protocol):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The result, then what `pull` wants kept; all with the batch axis first."""
+        """The result, then what `pull` needs; all with the batch axis first."""
         ...
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

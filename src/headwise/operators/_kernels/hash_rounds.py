@@ -1,4 +1,4 @@
-"""softmax over the union of each position itself and, round by round, the keys that a sort has brought near it.
+"""softmax over the union of each position itself and, round by round, the keys that a sort placed near it.
 
 Round r orders queries and keys; block t of the ordered queries meets blocks t - 1 and t of the ordered keys, where the
 mask of the round allows.  A pair belongs to the first round that has it, so nothing is counted twice.

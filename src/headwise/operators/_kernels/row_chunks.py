@@ -10,6 +10,7 @@ first n - m keys, the first m - n queries attend to nothing, and min(m, n) queri
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headwise.operators._kernels import limits
+from headwise.operators.base import AttentionOperator
+from headwise.operators.masks import Mask
 from headwise.shapes import filled
 
 Rows = Callable[[int, int], Tensor]
@@ -80,3 +83,56 @@ def causal_adjoint(rectangle: Part, triangle: Part, a: Tensor, b: Tensor, u: Ten
 def _overhang(a: Tensor, b: Tensor) -> tuple[int, int]:
     m, n = a.shape[-2], b.shape[-2]
     return max(0, n - m), max(0, m - n)
+
+
+class AveragedOperator(AttentionOperator):
+    """P_ij = M_ij f(a_i, b_j) / C_i for a symmetric f with a fast sum_j f(a_i, b_j) v_j, C_i = sum_j M_ij.
+
+    Without a pair_mask, one call of `full` and, if causal, of `triangle`; with one, rows of P in blocks, O(m n d).
+    """
+
+    mask: Mask
+
+    @abstractmethod
+    def _sides(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """a (*batch, m, c) and b (*batch, n, c) in at least single precision."""
+
+    @staticmethod
+    @abstractmethod
+    def full(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        """sum_j f(a_i, b_j) v_j over all j"""
+
+    @staticmethod
+    @abstractmethod
+    def triangle(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        """sum over j <= i of f(a_i, b_j) v_j, with as many rows a as b"""
+
+    @staticmethod
+    @abstractmethod
+    def entries(a: Tensor, b: Tensor) -> Tensor:
+        """f(a_i, b_j): (*batch, m, n)"""
+
+    def apply(self, v: Tensor) -> Tensor:
+        a, b = self._sides(torch.promote_types(v.dtype, torch.float32))
+        x = self.mask.hide(v.to(a.dtype))
+        if self.mask.pair_mask is not None:
+            out = apply_rows(self._rows(a, b), self.shape, x)
+        else:
+            out = causal_apply(self.full, self.triangle, a, b, x) if self.mask.causal else self.full(a, b, x)
+        return self.mask.average(out).to(v.dtype)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """The same form, a and b in each other's place."""
+        a, b = self._sides(torch.promote_types(u.dtype, torch.float32))
+        x = self.mask.average(u.to(a.dtype))
+        if self.mask.pair_mask is not None:
+            out = adjoint_rows(self._rows(a, b), self.shape, x)
+        else:
+            out = causal_adjoint(self.full, self.triangle, a, b, x) if self.mask.causal else self.full(b, a, x)
+        return self.mask.hide(out).to(u.dtype)
+
+    def _rows(self, a: Tensor, b: Tensor) -> Rows:
+        def rows(start: int, stop: int) -> Tensor:
+            return self.entries(a[..., start:stop, :], b).masked_fill(~self.mask.rows(start, stop, a.device), 0)
+
+        return rows

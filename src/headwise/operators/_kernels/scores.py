@@ -26,19 +26,6 @@ from headwise.shapes import broadcast_batch, filled
 class Scores(QueriesKeys):
     """S = scale q k^T + attn_bias where the mask allows, -inf elsewhere.  q (*batch, m, k), k (*batch, n, k)."""
 
-    # in a transition: what examination and growth still read
-    @property
-    def keep(self) -> Tensor | None:
-        return self.mask.visible
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.mask.attn_bias
-
-    @property
-    def ahead(self) -> int | None:
-        return self.mask.ahead
-
     def rows(self, start: int, stop: int) -> Scores:
         """The scores of queries start:stop over the keys that they can reach, without causality (written out)."""
         mask = self.mask.part(start, stop, self.q.device)

@@ -7,8 +7,8 @@
     Convolution   weights of a short filter that moves on by `stride`; O(n d) for a filter as long as its stride
     Hadamard      r random rows of the Walsh-Hadamard transform after random signs, times 1/sqrt(r); O(n d log n)
 
-With padding, missing rows count as zeros (a mean is over those that are there), and a slot none of whose positions is
-there is empty.  Randomness is drawn when a projection is made.
+With a key mask, masked rows count as zeros (a mean is over the others), and a slot of masked positions only is empty.
+Randomness is drawn when a projection is made.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Projection(ABC):
         return self.multiply_adds(columns)
 
     @abstractmethod
-    def support(self, keep: Tensor) -> Tensor:
-        """keep (*batch, n) -> (*batch, r), True at slots that have at least one position that is there."""
+    def support(self, key_mask: Tensor) -> Tensor:
+        """key_mask (*batch, n) -> (*batch, r), True at slots with at least one visible position."""
 
     @property
     def averages(self) -> bool:
@@ -66,8 +66,8 @@ class Projection(ABC):
     def batch(self) -> torch.Size:
         return torch.Size()
 
-    def counts(self, keep: Tensor) -> Tensor | None:
-        """What a mean over those that are there is divided by, in units of a full mean; None for sums."""
+    def counts(self, key_mask: Tensor) -> Tensor | None:
+        """Visible positions of a slot as a share of all, by which means are divided; None for sums."""
         return None
 
 
@@ -99,8 +99,8 @@ class Identity(Projection):
     def multiply_adds(self, columns: int) -> int:
         return 0
 
-    def support(self, keep: Tensor) -> Tensor:
-        return keep
+    def support(self, key_mask: Tensor) -> Tensor:
+        return key_mask
 
 
 @final
@@ -131,8 +131,8 @@ class Dense(Projection):
     def multiply_adds(self, columns: int) -> int:
         return self.slots * self.length * columns
 
-    def support(self, keep: Tensor) -> Tensor:
-        return ((self.matrix.detach() != 0) & keep.unsqueeze(-2)).any(-1)
+    def support(self, key_mask: Tensor) -> Tensor:
+        return ((self.matrix.detach() != 0) & key_mask.unsqueeze(-2)).any(-1)
 
 
 @final
@@ -167,12 +167,12 @@ class Pooling(Projection):
     def adjoint_multiply_adds(self, columns: int) -> int:
         return 0  # copies
 
-    def support(self, keep: Tensor) -> Tensor:
-        return self._segments(keep.unsqueeze(-1)).any(-2).squeeze(-1)
+    def support(self, key_mask: Tensor) -> Tensor:
+        return self._segments(key_mask.unsqueeze(-1)).any(-2).squeeze(-1)
 
-    def counts(self, keep: Tensor) -> Tensor:
-        there = self._segments(keep.unsqueeze(-1)).sum(-2).squeeze(-1)
-        return there.clamp(min=1).double() / self._sizes(keep).squeeze(-1)
+    def counts(self, key_mask: Tensor) -> Tensor:
+        visible = self._segments(key_mask.unsqueeze(-1)).sum(-2).squeeze(-1)
+        return visible.clamp(min=1).double() / self._sizes(key_mask).squeeze(-1)
 
     def _segments(self, x: Tensor) -> Tensor:
         return filled(x, (0, 0, 0, self.slots * self.size - self.length)).unflatten(-2, (self.slots, self.size))
@@ -209,9 +209,9 @@ class CountSketch(Projection):
     def multiply_adds(self, columns: int) -> int:
         return self.length * columns
 
-    def support(self, keep: Tensor) -> Tensor:
-        empty = torch.zeros(*keep.shape[:-1], self.slots, device=keep.device)
-        return empty.index_add(-1, self.slot, keep.float()) > 0
+    def support(self, key_mask: Tensor) -> Tensor:
+        empty = torch.zeros(*key_mask.shape[:-1], self.slots, device=key_mask.device)
+        return empty.index_add(-1, self.slot, key_mask.float()) > 0
 
 
 @final
@@ -243,9 +243,9 @@ class Convolution(Projection):
     def multiply_adds(self, columns: int) -> int:
         return self.slots * self.weight.shape[0] * columns
 
-    def support(self, keep: Tensor) -> Tensor:
-        there = self._windows(keep.float().unsqueeze(-1)).squeeze(-2)
-        return (there * (self.weight.detach() != 0)).sum(-1) > 0
+    def support(self, key_mask: Tensor) -> Tensor:
+        visible = self._windows(key_mask.float().unsqueeze(-1)).squeeze(-2)
+        return (visible * (self.weight.detach() != 0)).sum(-1) > 0
 
     def _windows(self, x: Tensor) -> Tensor:
         """(*batch, n, c) -> (*batch, r, c, w)"""
@@ -298,8 +298,8 @@ class Hadamard(Projection):
     def multiply_adds(self, columns: int) -> int:
         return self.length * columns  # signs; the butterflies only add
 
-    def support(self, keep: Tensor) -> Tensor:
-        return keep.any(-1, keepdim=True).expand(*keep.shape[:-1], self.slots)
+    def support(self, key_mask: Tensor) -> Tensor:
+        return key_mask.any(-1, keepdim=True).expand(*key_mask.shape[:-1], self.slots)
 
 
 def _times(matrix: Tensor, x: Tensor) -> Tensor:

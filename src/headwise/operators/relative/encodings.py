@@ -22,9 +22,9 @@ from headwise.shapes import same_axis, same_kind
 
 
 def sinusoidal(positions: Tensor, width: int) -> Tensor:
-    """e_(p, 2i) = sin(p / 10000^(2i/w)), e_(p, 2i+1) = cos(...): (*batch, D) -> (*batch, width), w = width / D an axis.
+    """e_(p, 2i) = sin(p / 10000^(2i/w)), e_(p, 2i+1) = cos(...): (*batch, D) -> (*batch, width), w = width / D.
 
-    Positions may be cells, differences of cells (negative ones too) or fractions of cells.
+    Each axis has w columns.  Positions may be cells, differences of cells (negative ones too) or fractions of cells.
 
     >>> sinusoidal(torch.tensor([[0.0]]), 4)
     tensor([[0., 1., 0., 1.]])

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.errors import DtypeError, ShapeError
+from headwise.errors import ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_axis, same_kind
+from headwise.operators.masks import KEY_MASK, Mask, supports
+from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind
 
 
 @final
@@ -116,6 +117,7 @@ class Positional(AttentionOperator):
         return weights
 
 
+@supports(KEY_MASK, instead="softmax with the scores as attn_bias")
 def positional(
     scores: Sequence[Tensor], *, key_mask: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Positional:
@@ -136,13 +138,8 @@ def positional(
     batch = broadcast_batch("Positional", **{name: s.shape[:-2] for name, s in named.items()})
     grid = [s.shape[-1] for s in scores]
     if key_mask is not None:
-        if key_mask.dtype != torch.bool:
-            raise DtypeError(f"Positional: key_mask must be boolean (True = attend), but is {key_mask.dtype}")
-        if key_mask.device != scores[0].device:
-            raise DtypeError(f"Positional: key_mask is on {key_mask.device}, but the scores are on {scores[0].device}")
-        if key_mask.dim() == 0:
-            raise ShapeError("Positional: key_mask must be (*batch, n), but has no axes")
-        same_axis("Positional", "n", key_mask=key_mask.shape[-1], grid=math.prod(grid))
+        m, n = math.prod([s.shape[-2] for s in scores]), math.prod(grid)
+        Mask.checked("Positional", m, n, key_mask=key_mask, device=scores[0].device)
         broadcast_batch("Positional", key_mask=key_mask.shape[:-1], scores=batch)
         key_mask = key_mask.unflatten(-1, grid)
     compute = torch.promote_types(scores[0].dtype, torch.float32)  # a softmax of half-precision scores loses places

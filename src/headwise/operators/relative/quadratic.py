@@ -16,13 +16,17 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.operators.compose import Product
+from headwise.operators.masks import KEY_MASK, supports
 from headwise.operators.relative.encodings import cells
 from headwise.operators.relative.positional import Positional, positional
 from headwise.operators.relative.shift import Border, shift
 from headwise.operators.softmax import Softmax, softmax
 from headwise.shapes import all_finite, broadcasts_to, same_axis, same_kind
 
+_supports_key_mask = supports(KEY_MASK, instead="softmax with the scores as attn_bias")
 
+
+@_supports_key_mask
 def quadratic(
     grid: Sequence[int],
     centres: Tensor,
@@ -59,6 +63,7 @@ def quadratic(
     return positional(scores, key_mask=key_mask, dtype=centres.dtype)
 
 
+@_supports_key_mask
 def tables(
     grid: Sequence[int],
     values: Sequence[Tensor],
@@ -88,6 +93,7 @@ def tables(
     return positional(scores, key_mask=key_mask)
 
 
+@_supports_key_mask
 def bordered(
     grid: Sequence[int],
     padding: Sequence[tuple[int, int]],
@@ -124,6 +130,7 @@ def bordered(
     return Product((head, embed))
 
 
+@_supports_key_mask
 def rotated(grid: Sequence[int], centres: Tensor, precision: Tensor, *, key_mask: Tensor | None = None) -> Softmax:
     """P_qk ~ exp(-(k - q - c)^T L (k - q - c) / 2), L (*batch, D, D) symmetric: an ellipse at any angle.
 
@@ -137,7 +144,7 @@ def rotated(grid: Sequence[int], centres: Tensor, precision: Tensor, *, key_mask
             f"{len(grid)}, {len(grid)}), but they have shapes {tuple(centres.shape)} and {tuple(precision.shape)}"
         )
     n = math.prod(grid)
-    warnings.warn(f"a full covariance does not factor over the axes: {n} x {n} scores are computed", stacklevel=2)
+    warnings.warn(f"a full covariance does not factor over the axes: {n} x {n} scores are computed", stacklevel=3)
     at = cells(grid).to(centres.device)
     away = (at[None, :] - at[:, None]).to(centres.dtype) - centres[..., None, None, :]  # (*batch, n, n, D)
     bias = -((away @ precision.unsqueeze(-3)) * away).sum(-1) / 2

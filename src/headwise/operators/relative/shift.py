@@ -19,6 +19,7 @@ from headwise.cost import Cost
 from headwise.errors import InputError, ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
+from headwise.operators.masks import supports
 from headwise.shapes import same_axis
 
 Border = Literal["circular", "zeros", "replicate", "reflect"]
@@ -133,12 +134,13 @@ class Shift(AttentionOperator):
         if self.border == "replicate":
             return at.clamp(0, g - 1)
         if self.border == "reflect":
-            period = max(1, 2 * (g - 1))  # there and back, the outermost cells once each
+            period = max(1, 2 * (g - 1))  # one round trip, with the outermost cells once each
             at = at % period
             return torch.minimum(at, period - at) if g > 1 else at
         return at.masked_fill((at < 0) | (at >= g), -1)
 
 
+@supports(instead="offset, which takes a key_mask, or softmax")
 def shift(
     grid: Sequence[int],
     offset: Sequence[int],

@@ -30,6 +30,10 @@ class HeadGroup(nn.Module):
             self.register_parameter(name, nn.Parameter(x.expand(len(self.heads), *x.shape).clone()))
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters(recurse=False))}
+
+    @property
     def span(self) -> slice | None:
         """The heads as a slice, if they are at equal distances."""
         first, step = self.heads[0], self.heads[1] - self.heads[0] if len(self.heads) > 1 else 1
@@ -64,7 +68,7 @@ class HeadGroup(nn.Module):
         """P v: (b, heads of the group, m, d); k and v may have fewer heads, each shared by consecutive heads of q."""
         if self.choice.kind == "softmax":
             return softmax_attention(inputs, v)
-        q, tensors = inputs.q, dict(self.named_parameters(recurse=False))
+        q, tensors = inputs.q, self.tensors
         P = self.choice.operator(inputs, tensors)
         if not self.choice.definition.reads_scores and not tensors:  # one P for every head: v need not be repeated
             return _repeat(P(v), q).expand(-1, q.shape[1], -1, -1)
@@ -164,7 +168,7 @@ class MixedHeads(nn.Module):
         """The learned tensors of one head, as views."""
         group = next(group for group in self._groups() if head in group.heads)
         place = group.heads.index(head)
-        return {name: x.data[place] for name, x in group.named_parameters(recurse=False)}
+        return {name: x.data[place] for name, x in group.tensors.items()}
 
     def load_head(self, head: int, tensors: Mapping[str, Tensor]) -> None:
         """Set the learned tensors of one head; names and shapes as in `Choice.initial`."""
@@ -182,16 +186,16 @@ class MixedHeads(nn.Module):
 def softmax_attention(inputs: HeadInputs, v: Tensor) -> Tensor:
     """The fused kernel, which supports grouped queries; its causal form is top-left aligned and excludes a mask."""
     q, k, m = inputs.q, inputs.k, inputs.m
-    if inputs.causal and m > 1 and (m != inputs.n or inputs.key_mask is not None):
-        P = softmax(q, k, scale=inputs.scale, causal=True, key_mask=inputs.key_mask)
+    if inputs.mask.causal and m > 1 and (m != inputs.n or inputs.mask.key_mask is not None):
+        P = softmax(q, k, scale=inputs.scale, causal=True, key_mask=inputs.mask.key_mask)
         return P(_repeat(v, q))
-    mask = None if inputs.key_mask is None else inputs.key_mask.unsqueeze(-2)
+    mask = None if inputs.mask.key_mask is None else inputs.mask.key_mask.unsqueeze(-2)
     return F.scaled_dot_product_attention(
         q,
         k,
         v,
         attn_mask=mask,
-        is_causal=inputs.causal and m > 1,
+        is_causal=inputs.mask.causal and m > 1,
         scale=inputs.scale,
         enable_gqa=k.shape[1] != q.shape[1],
     )
@@ -199,10 +203,10 @@ def softmax_attention(inputs: HeadInputs, v: Tensor) -> Tensor:
 
 def padding_last(inputs: HeadInputs, v: Tensor, padding: Tensor) -> tuple[HeadInputs, Tensor, Tensor]:
     """The same call with the first `padding` (b, 1) positions moved to the end, and the index (b, n) that undoes it."""
-    assert inputs.key_mask is not None
+    assert inputs.mask.key_mask is not None
     position = torch.arange(inputs.n, device=v.device)
     forth, back = (position + padding) % inputs.n, (position - padding) % inputs.n
-    key_mask = inputs.key_mask.expand(len(forth), 1, -1).gather(-1, forth.unsqueeze(1))
+    key_mask = inputs.mask.key_mask.expand(len(forth), 1, -1).gather(-1, forth.unsqueeze(1))
     mask = replace(inputs.mask, key_mask=key_mask)
     return replace(inputs, q=along(inputs.q, forth), k=along(inputs.k, forth), mask=mask), along(v, forth), back
 

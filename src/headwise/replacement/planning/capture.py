@@ -86,9 +86,9 @@ def capture(model: nn.Module, batches: Sequence[Any], names: Collection[str]) ->
 
 def _sample(inputs: HeadInputs, v: Tensor, output: Tensor) -> AttentionSample:
     """With padding moved behind the real keys, because replacements count positions from the first real key."""
-    if inputs.key_mask is None or bool(inputs.key_mask[..., 0].all()):
+    if inputs.mask.key_mask is None or bool(inputs.mask.key_mask[..., 0].all()):
         return AttentionSample(inputs, v, output)
-    padding = inputs.key_mask[:, 0].int().argmax(-1, keepdim=True).expand(len(v), 1)
+    padding = inputs.mask.key_mask[:, 0].int().argmax(-1, keepdim=True).expand(len(v), 1)
     turned, v, _ = padding_last(inputs, v, padding)
     forth = (torch.arange(inputs.n, device=v.device) + padding) % inputs.n
     return AttentionSample(turned, v, along(output, forth))

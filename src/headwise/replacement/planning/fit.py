@@ -46,14 +46,14 @@ def fit_sites(
             calibration, selection = samples()
             fits: SiteFits = {}
             for index, choice in enumerate(choices):
-                similar = _warm_start(choice, fits)
+                similar = _similar(choice, fits, length, calibration[0].inputs.q.shape[-1])
                 tensors = fit(
                     choice,
                     calibration,
                     length=length,
                     steps=steps if similar is None else steps // 3,
                     generator=torch.Generator().manual_seed(seed),
-                    start=None if similar is None else fits[similar][0],
+                    start=similar,
                 )
                 fits[choice] = (tensors, errors(choice, selection, tensors))
                 report("fitting operators to heads", done + index + 1, sites * len(choices))
@@ -94,13 +94,11 @@ def transfer(
     return result
 
 
-def _warm_start(choice: Choice, fitted: Iterable[Choice]) -> Choice | None:
-    """A fitted choice that differs from `choice` only in the option `Kind.warm_start`."""
-    free = choice.definition.warm_start
-    if free is None:
-        return None
-    same = [c for c in fitted if c.kind == choice.kind and {**c.options, free: 0} == {**choice.options, free: 0}]
-    return same[0] if same else None
+def _similar(choice: Choice, fits: SiteFits, length: int, width: int) -> Tensors | None:
+    """The tensors of a fitted choice of the same kind and with the same shapes, from which a fit can start."""
+    shapes = choice.shapes(length, width)
+    same = (c for c in fits if shapes and c.kind == choice.kind and c.shapes(length, width) == shapes)
+    return next((fits[c][0] for c in same), None)
 
 
 def fit(
@@ -175,5 +173,5 @@ def _output(choice: Choice, sample: AttentionSample, tensors: Tensors) -> Tensor
 
 def _squares(x: Tensor, sample: AttentionSample) -> Tensor:
     """Sum of squares of each head over real queries, which are at the positions of the keys."""
-    mask = sample.inputs.key_mask  # (b, 1, n)
+    mask = sample.inputs.mask.key_mask  # (b, 1, n)
     return (x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)).square().sum((0, 2, 3))

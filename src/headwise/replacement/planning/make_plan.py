@@ -19,7 +19,14 @@ from headwise.models.fingerprint import check_weights, fingerprint
 from headwise.models.inputs import max_positions
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, candidates
-from headwise.replacement.plan import Plan, PlanPoint, Sites, check_tolerance, each_head
+from headwise.replacement.plan import (
+    FittedTensors,
+    Plan,
+    PlanPoint,
+    Sites,
+    check_tolerance,
+    each_head,
+)
 from headwise.replacement.planning.capture import AttentionSite, find_sites, recordings
 from headwise.replacement.planning.drift import DriftTrial, Measure, measure_for
 from headwise.replacement.planning.fit import Fitted, Report, fit_sites, transfer
@@ -98,73 +105,96 @@ def plan(
     if objective not in ("multiply_adds", "seconds"):
         raise InputError(f"objective must be 'multiply_adds' or 'seconds', but is {objective!r}")
     check_weights(model)
-    batches = list(batches)
+    batches, effort = list(batches), effort or Effort()
     if len(batches) < MIN_BATCHES:
         raise InputError(
             f"a plan needs at least {MIN_BATCHES} batches for calibration, selection and test, but there are "
             f"{len(batches)}; give more text, or shorter texts"
         )
+    parts = Split(*([batches[i] for i in part] for part in split(len(batches), seed)))
     was_training = model.training
     model.eval()
     try:
-        task = _prepare(model, batches, length, choices, effort or Effort(), seed)
-        key = [seed, task.length, task.effort.steps, task.effort.texts, *map(str, task.choices)]
-        store = PlanProgress(partial_results, fingerprint(model, {"settings": key}, batches))
-        run = _Run(task, store, progress or (lambda what, done, total: None), capture_bytes, objective)
+        sites, skipped = _find_sites(model, parts.calibration[0])
+        length, tried = _candidates(model, sites, length, choices, quick=effort.quick)
+        causal = all(site.causal for site in sites.values())
+        measure, measure_name = measure_for(model, batches[0], causal=causal)
+        settings = [seed, length, effort.steps, effort.texts, *map(str, tried)]
+        key = fingerprint(model, {"settings": settings}, batches)
+        run = _Run(
+            model,
+            parts,
+            sites,
+            length,
+            tried,
+            relative_costs(sites, tried, length, objective),
+            measure,
+            effort,
+            seed,
+            capture_bytes,
+            PlanProgress(partial_results, key),
+            progress or (lambda what, done, total: None),
+        )
         curve, baselines = run.trade_off(tolerance, transfer)
     finally:
         model.train(was_training)
-    return run.plan(curve, baselines, tolerance, transfer, name or type(model).__name__, provenance or {})
+    result = Plan(
+        {
+            "class": type(model).__name__,
+            "name": name or type(model).__name__,
+            "fingerprint": fingerprint(model, {}),
+            "sites": {k: {"heads": s.heads, "width": s.width, "causal": s.causal} for k, s in sites.items()},
+        },
+        length,
+        {key: [SOFTMAX] * site.heads for key, site in sites.items()},
+        run.fitted_by_head(),
+        measure=measure_name,
+        curve=curve,
+        baselines=baselines,
+        skipped=skipped,
+        provenance={
+            **(provenance or {}),
+            "seed": seed,
+            "objective": objective,
+            "transfer": transfer,
+            "texts": [len(part) for part in parts],
+            "effort": vars(effort),
+        },
+    ).at(tolerance)
+    return replace(result, timing=time_plan(result))
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class _Task:
-    """What is to be planned."""
-
-    model: nn.Module
-    batches: Split
-    sites: dict[str, AttentionSite]
-    skipped: dict[str, str]
-    length: int
-    choices: list[Choice]
-    measure: Measure
-    measure_name: str
-    effort: Effort
-    seed: int
+def _find_sites(model: nn.Module, batch: Any) -> tuple[dict[str, AttentionSite], dict[str, str]]:
+    """The sites whose heads can be replaced, and why others cannot."""
+    sites = find_sites(model, batch)
+    skipped = {name: site.skipped for name, site in sites.items() if site.skipped is not None}
+    if len(skipped) == len(sites):
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(skipped.items())[:3])
+        raise InputError(f"no attention of {type(model).__name__} can be replaced ({reasons})")
+    return {name: site for name, site in sites.items() if name not in skipped}, skipped
 
 
-def _prepare(
+def _candidates(
     model: nn.Module,
-    batches: list[Any],
+    sites: Mapping[str, AttentionSite],
     length: int | None,
     choices: Sequence[Choice] | None,
-    effort: Effort,
-    seed: int,
-) -> _Task:
-    """Find the sites that can be planned, and the candidates for them."""
-    name = type(model).__name__
-    parts = Split(*([batches[i] for i in part] for part in split(len(batches), seed)))
-    found = find_sites(model, parts.calibration[0])
-    skipped = {site.name: site.skipped for site in found.values() if site.skipped is not None}
-    sites = {site.name: site for site in found.values() if site.skipped is None}
-    if not sites:
-        reasons = "; ".join(f"{site}: {why}" for site, why in list(skipped.items())[:3])
-        raise InputError(f"no attention of {name} can be replaced ({reasons})")
+    *,
+    quick: bool,
+) -> tuple[int, list[Choice]]:
+    """The length to plan for, and the choices to try; softmax is the first."""
+    name, limit = type(model).__name__, max_positions(model)
     longest = max(site.length for site in sites.values())
     length = length or longest
-    limit = max_positions(model)
     if limit is not None and limit < length:
         raise InputError(f"{name} has {limit} positions, but the target length is {length}")
     if length < 4:
         raise InputError(f"the target length is {length}; plans are for lengths of at least 4")
     causal = all(site.causal for site in sites.values())
-    tried = choices or candidates(length, causal=causal, calibration_length=longest, quick=effort.quick)
+    tried = choices or candidates(length, causal=causal, calibration_length=longest, quick=quick)
     for choice in tried if causal else ():
         choice.check_causal(name)
-    measure, measure_name = measure_for(model, batches[0], causal=causal)
-    tried = list(dict.fromkeys([SOFTMAX, *tried]))
-    return _Task(model, parts, sites, skipped, length, tried, measure, measure_name, effort, seed)
+    return length, list(dict.fromkeys([SOFTMAX, *tried]))
 
 
 @final
@@ -172,57 +202,65 @@ def _prepare(
 class _Run:
     """The search for one plan, and what it has fitted."""
 
-    task: _Task
+    model: nn.Module
+    batches: Split
+    sites: Mapping[str, AttentionSite]
+    length: int
+    choices: Sequence[Choice]
+    costs: Mapping[tuple[str, Choice], float]
+    measure: Measure
+    effort: Effort
+    seed: int
+    capture_bytes: int
     store: PlanProgress
     report: Report
-    capture_bytes: int
-    objective: str
-    costs: dict[tuple[str, Choice], float] = field(default_factory=dict)
     fitted: Fitted = field(default_factory=dict)
     stage: str = ""  # part of the key of measured plans, because `transfer` changes their tensors
 
     def trade_off(self, tolerance: float, transfer_steps: int) -> tuple[list[PlanPoint], list[PlanPoint]]:
         """The curve and the baselines, measured on the test texts."""
-        task = self.task
-        self.costs = relative_costs(task.sites, task.choices, task.length, self.objective)
         self.fitted, errors = fit_sites(
-            recordings(task.model, task.sites, task.batches[:2], self.capture_bytes),
-            task.choices,
-            sites=len(task.sites),
-            length=task.length,
-            steps=task.effort.steps,
-            seed=task.seed,
+            recordings(self.model, self.sites, self.batches[:2], self.capture_bytes),
+            self.choices,
+            sites=len(self.sites),
+            length=self.length,
+            steps=self.effort.steps,
+            seed=self.seed,
             progress=self.store,
             report=self.report,
         )
-        trial = self._trial(task.batches.selection)
+        trial = self._trial(self.batches.selection)
         with trial.open():
             baselines = self._baselines(trial)
             curve = search(
                 self._heads_alone(trial, errors),
                 baselines,
-                lambda sites: self._plan_drift(trial, sites)[:2],
-                evaluations=task.effort.evaluations,
-                seed=task.seed,
-                progress=lambda done: self.report("measuring whole plans", done, task.effort.evaluations),
+                lambda sites: self._drift(trial, sites)[:2],
+                evaluations=self.effort.evaluations,
+                seed=self.seed,
+                progress=lambda done: self.report("measuring whole plans", done, self.effort.evaluations),
             )
         if transfer_steps:
             self._transfer(curve, tolerance, transfer_steps)
             with trial.open():
-                curve, baselines = self._measure_again(trial, curve, baselines)
-        return self._test(curve, baselines)
+                points = self._measure_again(trial, [*curve, *baselines])
+            baselines = points[len(curve) :]
+            curve = [plan.point for plan in pareto([MeasuredPlan(point, 0.0) for point in points])]
+        with self._trial(self.batches.test).open() as trial:
+            points = self._measure_again(trial, [*curve, *baselines], "test")
+        return points[: len(curve)], points[len(curve) :]
 
     def _trial(self, batches: Sequence[Any]) -> DriftTrial:
-        return DriftTrial(self.task.model, batches, self.task.measure, list(self.task.sites))
+        return DriftTrial(self.model, batches, self.measure, list(self.sites))
 
     def _baselines(self, trial: DriftTrial) -> list[PlanPoint]:
         """Every choice for all heads."""
         points = []
-        for choice in self.task.choices:
-            sites = {name: [choice] * site.heads for name, site in self.task.sites.items()}
-            cost = sum(site.heads * self.costs[name, choice] for name, site in self.task.sites.items())
-            points.append(PlanPoint(sites, cost, *self._plan_drift(trial, sites)[:2], name=str(choice)))
-            self.report("measuring one operator for all heads", len(points), len(self.task.choices))
+        for choice in self.choices:
+            sites = {name: [choice] * site.heads for name, site in self.sites.items()}
+            cost = sum(site.heads * self.costs[name, choice] for name, site in self.sites.items())
+            points.append(PlanPoint(sites, cost, *self._drift(trial, sites)[:2], name=str(choice)))
+            self.report("measuring one operator for all heads", len(points), len(self.choices))
         return points
 
     def _heads_alone(
@@ -230,19 +268,20 @@ class _Run:
     ) -> dict[Head, list[HeadCandidate]]:
         """The drift of each head's choices, one head at a time; only choices not dominated by their fitting errors."""
         tried: dict[Head, list[HeadCandidate]] = {}
-        for name, site in self.task.sites.items():
+        for name, site in self.sites.items():
             for head in range(site.heads):
                 of_head = [
                     HeadCandidate(c, self.costs[name, c], 0.0 if c == SOFTMAX else float(errors[name, c][head]))
-                    for c in self.task.choices
+                    for c in self.choices
                 ]
-                tried[name, head] = undominated(of_head, self.task.effort.options + 1)
+                tried[name, head] = undominated(of_head, self.effort.options + 1)
         total, done = sum(map(len, tried.values())), 0
         table: dict[Head, list[HeadCandidate]] = {}
         for (site, head), of_head in tried.items():
             measured: list[HeadCandidate] = []
             for candidate in of_head:
-                estimate = self._head_drift(trial, site, head, candidate.choice)
+                choices = [candidate.choice if i == head else SOFTMAX for i in range(self.sites[site].heads)]
+                estimate = self._drift(trial, {site: choices}, batches=self.effort.texts)
                 measured.append(replace(candidate, drift=estimate.mean, direction=estimate.direction))
                 done += 1
                 self.report("measuring heads one by one", done, total)
@@ -252,111 +291,58 @@ class _Run:
             table[site, head] = undominated(measured, len(measured))
         return table
 
-    def _head_drift(self, trial: DriftTrial, site: str, head: int, choice: Choice) -> DriftEstimate:
-        if choice == SOFTMAX:
-            return DriftEstimate(0.0, 0.0)
-        choices = [choice if i == head else SOFTMAX for i in range(self.task.sites[site].heads)]
-        return self.store.drift(
-            f"{site}|{head}|{choice}",
-            lambda: trial.estimate({site: self._mixed_heads(site, choices)}, batches=self.task.effort.texts),
-        )
-
-    def _plan_drift(self, trial: DriftTrial, sites: Sites, part: str = "") -> DriftEstimate:
-        """Mean drift on the texts of the trial, and its standard error."""
+    def _drift(self, trial: DriftTrial, sites: Sites, part: str = "", batches: int | None = None) -> DriftEstimate:
+        """Mean drift on the texts of the trial, or on the first `batches`, where its direction is measured too."""
         changed = {site: choices for site, choices in sites.items() if any(c != SOFTMAX for c in choices)}
         if not changed:
             return DriftEstimate(0.0, 0.0)
-        return self.store.drift(
-            self.stage + part + "|".join(str(c) for _, _, c in each_head(sites)),
-            lambda: trial.estimate({site: self._mixed_heads(site, c) for site, c in changed.items()})._replace(
-                direction=None
-            ),
-        )
+
+        def measure() -> DriftEstimate:
+            heads = {site: self._mixed_heads(site, choices) for site, choices in changed.items()}
+            estimate = trial.estimate(heads, batches=batches)
+            return estimate if batches else estimate._replace(direction=None)
+
+        choices = "|".join(f"{site} {choice}" for site, _, choice in each_head(sites))
+        return self.store.drift(f"{self.stage}|{part}|{batches}|{choices}", measure)
 
     def _mixed_heads(self, site: str, choices: Sequence[Choice]) -> MixedHeads:
         fitted = {
             head: {name: x[head] for name, x in self.fitted[site, choice].items()}
             for head, choice in enumerate(choices)
         }
-        return MixedHeads(choices, self.task.sites[site].width, self.task.length, fitted)
+        return MixedHeads(choices, self.sites[site].width, self.length, fitted)
 
     def _transfer(self, curve: Sequence[PlanPoint], tolerance: float, steps: int) -> None:
         """Train the operators of the cheapest plan within the tolerance further."""
-        task = self.task
         chosen = min((p for p in curve if p.meets(tolerance)), key=lambda p: p.cost)
         pairs = {(site, choice) for site, _, choice in each_head(chosen.sites) if self.fitted[site, choice]}
-        sites = {name: site for name, site in task.sites.items() if any(name == at for at, _ in pairs)}
+        sites = {name: site for name, site in self.sites.items() if any(name == at for at, _ in pairs)}
         learned = transfer(
-            recordings(task.model, sites, task.batches[:1], self.capture_bytes),
+            recordings(self.model, sites, self.batches[:1], self.capture_bytes),
             self.fitted,
             pairs,
-            length=task.length,
+            length=self.length,
             steps=steps,
-            seed=task.seed + 1,
+            seed=self.seed + 1,
             progress=self.store,
             report=self.report,
         )
         self.fitted.update(learned)
         self.stage = f"{steps} more for {sorted(f'{site} {choice}' for site, choice in learned)}|"
 
-    def _measure_again(
-        self, trial: DriftTrial, curve: Sequence[PlanPoint], baselines: Sequence[PlanPoint]
-    ) -> tuple[list[PlanPoint], list[PlanPoint]]:
-        points: list[PlanPoint] = []
-        for point in (*curve, *baselines):
-            mean, error, _ = self._plan_drift(trial, point.sites)
-            points.append(replace(point, selection=mean, standard_error=error))
-            self.report("measuring plans again", len(points), len(curve) + len(baselines))
-        return [p.point for p in pareto([MeasuredPlan(point, 0.0) for point in points])], points[len(curve) :]
+    def _measure_again(self, trial: DriftTrial, points: Sequence[PlanPoint], part: str = "") -> list[PlanPoint]:
+        result: list[PlanPoint] = []
+        for point in points:
+            mean, error, _ = self._drift(trial, point.sites, part)
+            drift = {"test": mean} if part else {"selection": mean, "standard_error": error}
+            result.append(replace(point, **drift))
+            self.report(f"measuring plans {'on test texts' if part else 'again'}", len(result), len(points))
+        return result
 
-    def _test(
-        self, curve: Sequence[PlanPoint], baselines: Sequence[PlanPoint]
-    ) -> tuple[list[PlanPoint], list[PlanPoint]]:
-        tested: dict[int, PlanPoint] = {}
-        points = {id(point): point for point in (*curve, *baselines)}
-        with self._trial(self.task.batches.test).open() as trial:
-            for key, point in points.items():
-                tested[key] = replace(point, test=self._plan_drift(trial, point.sites, "test|").mean)
-                self.report("measuring on test texts", len(tested), len(points))
-        return [tested[id(point)] for point in curve], [tested[id(point)] for point in baselines]
-
-    def plan(
-        self,
-        curve: Sequence[PlanPoint],
-        baselines: Sequence[PlanPoint],
-        tolerance: float,
-        transfer_steps: int,
-        name: str,
-        provenance: Mapping[str, Any],
-    ) -> Plan:
-        task = self.task
-        facts = ("heads", "width", "causal")
-        result = Plan(
-            {
-                "class": type(task.model).__name__,
-                "name": name,
-                "fingerprint": fingerprint(task.model, {}),
-                "sites": {key: {fact: getattr(site, fact) for fact in facts} for key, site in task.sites.items()},
-            },
-            task.length,
-            {key: [SOFTMAX] * site.heads for key, site in task.sites.items()},
-            {
-                (site, head, choice): {key: x[head].clone() for key, x in tensors.items()}
-                for (site, choice), tensors in self.fitted.items()
-                if tensors
-                for head in range(task.sites[site].heads)
-            },
-            measure=task.measure_name,
-            curve=curve,
-            baselines=baselines,
-            skipped=task.skipped,
-            provenance={
-                **provenance,
-                "seed": task.seed,
-                "objective": self.objective,
-                "transfer": transfer_steps,
-                "texts": [len(part) for part in task.batches],
-                "effort": vars(task.effort),
-            },
-        ).at(tolerance)
-        return replace(result, timing=time_plan(result))
+    def fitted_by_head(self) -> FittedTensors:
+        return {
+            (site, head, choice): {name: x[head].clone() for name, x in tensors.items()}
+            for (site, choice), tensors in self.fitted.items()
+            if tensors
+            for head in range(self.sites[site].heads)
+        }
