@@ -111,7 +111,7 @@ def commands_page() -> str:
     for name in COMMANDS:
         text = help_of([name])
         parts += [f"## headwise {name}\n", "```text", text, "```\n"]
-        choices = re.search(r"^    ?(\w+(?: \| \w+)+|\{\w+(?:,\w+)+\})$", text.split("positional arguments:")[-1], re.M)
+        choices = re.search(r"^  (\w+(?: \| \w+)+|\{\w+(?:,\w+)+\})$", text.split("positional arguments:")[-1], re.M)
         for sub in re.findall(r"\w+", choices[1]) if choices else ():
             parts += [f"### headwise {name} {sub}\n", "```text", help_of([name, sub]), "```\n"]
     return "\n".join(parts)
@@ -121,7 +121,7 @@ def help_of(arguments: list[str]) -> str:
     from headwise.cli.main import main
 
     printed, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "88"
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             main([*arguments, "--help"])

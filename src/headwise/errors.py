@@ -1,5 +1,8 @@
 """The errors raised for bad input.  A message is one sentence: who, what was given, what to do."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class HeadwiseError(ValueError):
     """The base of all errors raised for bad input."""
@@ -23,3 +26,21 @@ class UnsupportedError(HeadwiseError):
 
 class InputError(HeadwiseError):
     """A file, option or argument that cannot be used."""
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str, purpose: str) -> Iterator[None]:
+    """Around imports of optional packages: a missing one raises InputError with the command that installs it.
+
+    >>> with needs_extra("report", "the figure"):
+    ...     import no_such_package
+    Traceback (most recent call last):
+    headwise.errors.InputError: the figure needs no_such_package, which is not installed; pip install ...
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"{purpose} needs {error.name}, which is not installed; pip install 'headwise[{extra}]', or in a checkout "
+            f"pip install '.[{extra}]'"
+        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headwise.bench.scaling import Scaling
+from headwise.errors import needs_extra
 from headwise.outputs import atomic
 
 PASSES = ("forward", "forward_backward")
@@ -12,7 +13,8 @@ PASSES = ("forward", "forward_backward")
 
 def draw_scaling(scaling: Scaling, path: Path) -> None:
     """Forward on the left, forward and backward on the right; the suffix of `path` is the format."""
-    import matplotlib
+    with needs_extra("report", "the figure"):
+        import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from headwise.cli.options import add_json, add_output, check_at_least
 from headwise.cli.tables import make_table
+from headwise.errors import needs_extra
 from headwise.outputs import atomic, json_text, writable_directory, write_json
 
 if TYPE_CHECKING:
@@ -113,8 +114,9 @@ def _outcome(snapshot: Snapshot) -> str:
 
 def _draw_widths(path: Path, snapshots: Sequence[Snapshot]) -> None:
     """A row for every head, divided where it grew, shaded and labelled by its width; the loss beneath."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
+    with needs_extra("report", "the figure"):
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
 
     heads = [(layer, head) for layer, widths in snapshots[0].widths.items() for head in range(len(widths))]
     steps = [s.step for s in snapshots]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.cli.tables import print_table
-from headwise.errors import InputError
+from headwise.errors import InputError, needs_extra
 from headwise.outputs import atomic, json_text
 
 if TYPE_CHECKING:
@@ -146,11 +146,9 @@ def _print_symmetries(symmetries: list[tuple[str, SymmetryReport]]) -> None:
 
 def draw(operators: list[MeasuredOperator], g: int, path: Path) -> Path:
     """Each P as an image, and the three spectra in one plot."""
-    try:
+    with needs_extra("report", "the picture"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise InputError("--out needs matplotlib; install it with: pip install 'headwise[report]'") from error
 
     figure = Figure(figsize=(13, 3.5), dpi=100, layout="constrained")
     *maps, curves = figure.subplots(1, len(operators) + 1, width_ratios=[1, 1, 1, 1.35])

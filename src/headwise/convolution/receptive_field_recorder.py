@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from headwise.errors import InputError
+from headwise.errors import InputError, needs_extra
 from headwise.nn.relative_attention import RelativeAttention
 from headwise.theory.receptive_fields import ReceptiveField, receptive_fields
 
@@ -98,7 +98,8 @@ class ReceptiveFieldRecorder:
 
     def gif(self, layer: str, path: str | Path, *, milliseconds: int = 250) -> None:
         """Animate the heads of a layer: one frame per epoch, the last one shown longer."""
-        from PIL import Image
+        with needs_extra("models", "the animation"):
+            from PIL import Image
 
         images = []
         for epoch in self._epochs(layer):

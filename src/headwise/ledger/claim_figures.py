@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headwise.errors import needs_extra
 from headwise.ledger.entry import generator
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.softmax import softmax
@@ -101,7 +102,8 @@ def failure_rates(sizes: tuple[int, ...] = SIZES, n: int = 256, draws: int = 60)
 
 def draw(directory: Path) -> list[Path]:
     """Write residual-by-depth, path-lengths, spectra and failures as SVG and PNG; returns the paths."""
-    import matplotlib
+    with needs_extra("report", "--figures"):
+        import matplotlib
 
     matplotlib.use("Agg")
 

@@ -48,7 +48,7 @@ def parameter_count() -> Finding:
 def bias_by_augmentation() -> Finding:
     x, w, b = draw(7, 5), draw(5, 3, seed=1), draw(3, seed=2)
     wide = torch.cat([x, torch.ones(7, 1, dtype=x.dtype)], 1) @ torch.cat([w, b[None]])
-    return Finding(rounding("[X | 1] [W; b'] = X W + 1 b'", (wide - (x @ w + b)).abs().max().item()))
+    return Finding(rounding("(X | 1) (W; b') = X W + 1 b'", (wide - (x @ w + b)).abs().max().item()))
 
 
 @SOURCE.claim(

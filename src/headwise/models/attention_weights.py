@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from headwise.errors import InputError, UnsupportedError
+from headwise.errors import InputError, UnsupportedError, needs_extra
 from headwise.models.factory import call_factory
 from headwise.nn.multihead import MultiHead
 from headwise.theory.stack import Stack, layer_of
@@ -69,11 +69,9 @@ def _from_module(module: nn.Module, heads: int | None) -> AttentionWeights:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    try:
+    with needs_extra("models", f"reading {path.name}"):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
-    except ImportError as error:
-        raise InputError("safetensors files need the package safetensors: pip install 'headwise[models]'") from error
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

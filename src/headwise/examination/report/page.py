@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import InputError
+from headwise.errors import InputError, needs_extra
 from headwise.examination.comparison import read_report
 from headwise.examination.measure.head_kinds import KINDS
 from headwise.examination.record import Examination
@@ -48,11 +48,9 @@ def add_plan(directory: Path, plan: Mapping[str, Any]) -> Path:
 
 
 def _page(facts: dict[str, Any]) -> str:
-    try:
+    with needs_extra("report", "the report"):
         import jinja2
         from markupsafe import Markup
-    except ImportError as error:
-        raise InputError("the report needs jinja2 and matplotlib; pip install 'headwise[report]'") from error
 
     def read(name: str) -> str:
         return (HERE / name).read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from headwise.errors import InputError
+from headwise.errors import needs_extra
 from headwise.examination.measure.head_kinds import KINDS
 from headwise.examination.record import Examination
 
@@ -32,10 +32,8 @@ def figure_names() -> list[str]:
 
 def draw(examination: Examination) -> dict[str, bytes]:
     """file name -> content: kinds, effective-rank (or entropy), collapse and paths, as far as they were measured."""
-    try:
+    with needs_extra("report", "the report"):
         import matplotlib
-    except ImportError as error:
-        raise InputError("the figures need matplotlib; pip install 'headwise[report]'") from error
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 

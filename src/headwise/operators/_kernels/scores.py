@@ -139,6 +139,8 @@ def _attend_with_lse_fused(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
     mask = _kernel_mask(scores.mask, q.dtype)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+    if mask is not None and mask.stride(-1) != 1:  # torch up to 2.7 takes the last axis for contiguous
+        mask = mask.contiguous()
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _four_axes(q, batch),
         _four_axes(k, batch),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import InputError
+from headwise.errors import needs_extra
 from headwise.replacement.plan import Plan
 
 SHOWN = ("window", "projected", "efficient", "near_far", "nystrom")
@@ -14,10 +14,8 @@ LARGEST = 0.6
 
 def draw(plan: Plan, file: Path) -> Path:
     """Write an SVG; points with a drift above LARGEST are left out."""
-    try:
+    with needs_extra("report", "the figure"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError("figures need matplotlib; pip install 'headwise[report]'") from error
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes: Any = figure.subplots()
     for kind in SHOWN:
