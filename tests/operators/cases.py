@@ -28,8 +28,7 @@ from headwise.operators import (
 )
 from headwise.testing import Case, references
 from tests.operators.cases_linear import LINEAR
-from tests.operators.cases_positional import CASES_POSITIONAL
-from tests.operators.cases_relative import OFFSET, SHIFT, TOEPLITZ
+from tests.operators.cases_relative import OFFSET, POSITIONAL, SHIFT, TOEPLITZ
 from tests.operators.cases_sparse import SPARSE
 from tests.operators.properties import NOTHING, PADDING, boolean, same
 
@@ -209,4 +208,4 @@ COMPOSED = [
 
 # the last variant of each operator, usually the one with everything at once, is compiled in the fast tier
 EXACT = [*SIMILARITY, *SOFTMAX, *DOT_PRODUCT, *CONCATENATION, *UNIFORM, *SHIFT, *TOEPLITZ, *COMPOSED]
-CASES = [*EXACT, *OFFSET, *CASES_POSITIONAL, *SPARSE, *LINEAR]
+CASES = [*EXACT, *OFFSET, *POSITIONAL, *SPARSE, *LINEAR]

@@ -6,8 +6,9 @@ from functools import partial
 
 import torch
 
-from headwise.operators import offset, shift, toeplitz, toeplitz_softmax
-from headwise.testing import references
+from headwise.operators import offset, positional, quadratic, shift, toeplitz, toeplitz_softmax
+from headwise.operators.relative.quadratic import bordered, tables
+from headwise.testing import Case, references
 from tests.operators.properties import NOTHING, PADDING, same
 
 _shift = partial(same, build=shift, twin=references.shift)
@@ -53,4 +54,86 @@ OFFSET = [
     _offset("offset, fewer keys", m=7, n=5, by=-1),
     _offset("offset, nothing to attend to", m=5, n=7, by=1, key_mask=NOTHING),
     _offset("offset, padding", m=5, n=7, by=-3, key_mask=REAL[:, None]),
+]
+
+SOME_KEYS = torch.tensor([[True, True, False, True, False, True], [False, True, True, False, True, True]])
+NO_KEYS = torch.tensor([[True] * 6, [False] * 6])
+CENTRES = {"centres": (3, 2), "log_widths": (3, 2)}
+
+POSITIONAL = [
+    Case(
+        "quadratic",
+        lambda centres, log_widths: quadratic((2, 3), centres, log_widths),
+        CENTRES,
+        lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths),
+    ),
+    Case(
+        "quadratic, one axis",
+        lambda centres, log_widths: quadratic((5,), centres, log_widths),
+        {"centres": (2, 1), "log_widths": (2, 1)},
+        lambda centres, log_widths: references.quadratic((5,), centres, log_widths),
+    ),
+    Case(
+        "quadratic, three axes, shared width",
+        lambda centres, log_widths: quadratic((2, 3, 2), centres, log_widths),
+        {"centres": (2, 3), "log_widths": (1,)},
+        lambda centres, log_widths: references.quadratic((2, 3, 2), centres, log_widths),
+    ),
+    Case(
+        "quadratic, other queries",
+        lambda centres, log_widths: quadratic(
+            (5, 4), centres, log_widths, queries=(2, 3), stride=(2, 1), origin=(1, -1)
+        ),
+        CENTRES,
+        lambda centres, log_widths: references.quadratic(
+            (5, 4), centres, log_widths, queries=(2, 3), stride=(2, 1), origin=(1, -1)
+        ),
+    ),
+    Case(
+        "quadratic, keys masked",
+        lambda centres, log_widths: quadratic((2, 3), centres, log_widths, key_mask=SOME_KEYS[:, None]),
+        CENTRES,
+        lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths, key_mask=SOME_KEYS[:, None]),
+    ),
+    Case(
+        "quadratic, all keys masked",
+        lambda centres, log_widths: quadratic((2, 3), centres, log_widths, key_mask=NO_KEYS[:, None]),
+        CENTRES,
+        lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths, key_mask=NO_KEYS[:, None]),
+    ),
+    Case(
+        "quadratic, three axes, keys masked",
+        lambda centres, log_widths: quadratic((2, 3, 2), centres, log_widths, key_mask=torch.arange(12) % 5 != 0),
+        {"centres": (3,), "log_widths": (3,)},
+        lambda centres, log_widths: references.quadratic(
+            (2, 3, 2), centres, log_widths, key_mask=torch.arange(12) % 5 != 0
+        ),
+    ),
+    Case(
+        "tables",
+        lambda rows, columns: tables((2, 3), [rows, columns]),
+        {"rows": (2, 3), "columns": (2, 5)},
+        lambda rows, columns: references.tables((2, 3), [rows, columns]),
+    ),
+    Case(
+        "positional",
+        lambda rows, columns: positional([rows, columns]),
+        {"rows": (3, 2, 2), "columns": (3, 2, 3)},
+        lambda rows, columns: references.positional(
+            (2, 2), (2, 3), lambda q, k: rows[..., q[0], k[0]] + columns[..., q[1], k[1]]
+        ),
+    ),
+    *(
+        Case(
+            f"quadratic, {border} border",
+            lambda centres, log_widths, border=border: bordered(
+                (2, 3), ((1, 1), (0, 2)), border, centres, log_widths, queries=(2, 2), stride=(1, 2)
+            ),
+            CENTRES,
+            lambda centres, log_widths, border=border: references.bordered(
+                (2, 3), ((1, 1), (0, 2)), border, centres, log_widths, queries=(2, 2), stride=(1, 2)
+            ),
+        )
+        for border in ("zeros", "replicate", "reflect", "circular")
+    ),
 ]

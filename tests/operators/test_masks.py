@@ -132,7 +132,7 @@ def test_padding_and_causality_are_recognised(low: float | None) -> None:
     plain = read(square.expand(2, 3, 5, 5))
     assert plain.causal
     assert plain.key_mask is None is plain.pair_mask
-    assert read(torch.ones(2, 1, 5, 5, dtype=torch.bool)).hides_nothing
+    assert read(torch.ones(2, 1, 5, 5, dtype=torch.bool)).arguments() == {}
     band = square & ~torch.ones(5, 5, dtype=torch.bool).tril(-2)
     other = read(band)
     assert not other.causal

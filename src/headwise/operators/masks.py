@@ -145,11 +145,6 @@ class Mask:
         keys = self.key_mask.unsqueeze(-2)
         return keys if self.pair_mask is None else keys & self.pair_mask
 
-    @property
-    def hides_nothing(self) -> bool:
-        """No mask of any kind; an additive bias may be there."""
-        return not self.causal and self.key_mask is None and self.pair_mask is None
-
     def hides_later_keys(self) -> bool:
         """Whether no query attends to a key beyond j = i + n - m, whichever way the mask says it."""
         return self.causal or (

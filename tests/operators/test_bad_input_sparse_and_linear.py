@@ -97,7 +97,7 @@ INSTEAD = {
     ),
     "learned for a shorter one": (
         lambda q: LearnedProjection(projected, 7, 2)(q, q),
-        r"at most 7 positions, but there are 8; use fit='interpolate', a longer one, or LearnedBlocks",
+        r"at most 7 positions, but there are 8; use fit='interpolate', a larger length, or LearnedBlocks",
     ),
     "learned of too high a rank": (lambda q: LearnedBlocks(projected_blocks, 4, 5), r"rank .* block = 4, but is 5"),
     "causal projections": (lambda q: projected(q, q, pooling(8, 2), causal=True), r"use projected_blocks"),
