@@ -1,7 +1,7 @@
 """See what every attention head of a PyTorch model does, find out which could be cheaper, and replace them.
 
-The verbs: `examine`, `verify`, `plan`, `rewrite`, `convert`, `Grower`.  Underneath, attention is a row-stochastic linear
-operator P, and every form of it is a value that is applied, measured and exchanged.
+The verbs are `examine`, `verify`, `plan`, `rewrite`, `convert` and `Grower`.  Underneath, attention is a row-stochastic
+linear operator P, and every form of it is a value that is applied, measured and exchanged.
 
 Names are resolved on first use (PEP 562), so `import headwise` and `headwise --help` do not load torch.
 """

@@ -18,10 +18,10 @@ docs/claims.md` writes this page; `headwise verify --claim ID` repeats one test.
 * **CORRECTED**: false as printed; the corrected statement was tested too.
 * **REFUTED**: false, with a counter-example.
 """
-NOTATION = """\
-Tokens are rows, P = softmax(QK'/sqrt d) is the attention matrix, a prime transposes, res X is X minus its mean row,
-||X||_1 is the largest column sum, ||X||_inf the largest row sum, ||X||_(1,inf) the root of their product. "At most" is
-followed by the bound with which the measured number is compared; for identities, "rounding" means equal within 1e-9.
+NOTATION = r"""Tokens are rows, $P = \mathrm{softmax}(Q K^\top / \sqrt d)$ is the attention matrix, in text a prime
+transposes, res X is X minus its mean row, $\|X\|_1$ is the largest column sum, $\|X\|_\infty$ the largest row sum,
+$\|X\|_{1,\infty}$ the root of their product. "At most" is followed by the bound with which the measured number is
+compared; for identities, "rounding" means equal within 1e-9.
 """
 TIMED = "* Time on one machine: "
 
@@ -52,7 +52,7 @@ def _false_claims(results: Sequence[ClaimResult]) -> str:
     for result in results:
         if result.finding.outcome in (Outcome.CORRECTED, Outcome.REFUTED):
             instead = result.entry.truth or result.entry.meaning
-            cells = (cell.replace("|", "\\|") for cell in (result.entry.statement, instead))
+            cells = (_escaped(cell).replace("|", "\\|") for cell in (result.entry.statement, instead))
             rows.append(f"| {result.entry.id} | " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
@@ -79,7 +79,12 @@ def _entry(result: ClaimResult) -> str:
         lines.append(f"* Corrected: {_number(finding.corrected)}.")
     if result.timed:
         lines.append(f"{TIMED}{result.timed}.")
-    return "\n".join(lines) + "\n"
+    return "\n".join(line if line.startswith("$$") else _escaped(line) for line in lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Subscripts and brackets that Markdown would read as emphasis and links."""
+    return text.replace("_", "\\_").replace("[", "\\[")
 
 
 def _number(verdict: Verdict) -> str:
