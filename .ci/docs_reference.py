@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 SOURCE = Path(__file__).parents[1] / "src"
 # packages by layer, from what people use first to what it is made of; one that is not listed comes last
@@ -34,6 +35,7 @@ ORDER = [
 BASICS = ["errors", "cost", "shapes", "outputs"]
 HIDDEN = ["cli"]
 VERBS = ["examine", "verify", "plan", "rewrite", "convert", "Grower"]
+NOT_BUILDERS = ["supported", "supports"]
 RESULTS = ["Examination", "Ledger", "Plan", "Receipt"]
 
 
@@ -82,6 +84,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     ]
     add("basics", "\n".join(["# Errors, costs, shapes\n", *basics]))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lists builders that the table of operators does not name yet, from their docstrings."""
+    if page.file.src_uri != "reference/operators.md":
+        return markdown
+    names = [name for name in public_names("headwise.operators") if name.islower() and name not in NOT_BUILDERS]
+    unlisted = [name for name in names if f"`{name}" not in markdown]
+    rows = [f"| [`{name}`][{'.'.join(where)}] | {summary(where)} |" for name, where in located(unlisted)]
+    return markdown + "\n".join(["\n## More operators\n", "| builder | P |", "|---|---|", *rows]) if rows else markdown
+
+
+def located(names: list[str]) -> list[tuple[str, Definition]]:
+    return [(name, definition("headwise.operators", name)) for name in names]
+
+
+def summary(where: Definition) -> str:
+    """The first line of a docstring."""
+    body = ast.parse(path_of(where.module).read_text(encoding="utf-8")).body
+    node = next(x for x in body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name == where.name)
+    return (ast.get_docstring(node) or "").partition("\n")[0].replace("|", "&#124;")
 
 
 def shown_with_verbs() -> list[Definition]:

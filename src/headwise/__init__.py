@@ -1,4 +1,7 @@
-"""Attention is a row-stochastic linear operator P: build it, measure it, test what is claimed of it, replace it.
+"""See what every attention head of a PyTorch model does, find out which could be cheaper, and replace them.
+
+The verbs: `examine`, `verify`, `plan`, `rewrite`, `convert`, `Grower`.  Underneath, attention is a row-stochastic linear
+operator P, and every form of it is a value that is applied, measured and exchanged.
 
 Names are resolved on first use (PEP 562), so `import headwise` and `headwise --help` do not load torch.
 """
