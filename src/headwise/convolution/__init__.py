@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.convolution.convert import convert, exact, soft, soft_separable, to_convolution
+from headwise.convolution.conversion import convert, exact, soft, soft_separable, to_convolution
 from headwise.convolution.receptive_field_recorder import (
     ReceptiveFieldRecorder,
     layer_receptive_fields,

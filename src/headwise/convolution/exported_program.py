@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from headwise.convolution.convert import WHY_NOT_TRANSPOSED, Mode, attention_from_kernel, default_probe, exact
+from headwise.convolution.conversion import WHY_NOT_TRANSPOSED, Mode, attention_from_kernel, default_probe, exact
 from headwise.errors import InputError
 from headwise.models.receipt import Left, Receipt, counted_cost, largest_change, parameter_count
 from headwise.nn.relative_attention import ConvolutionGeometry

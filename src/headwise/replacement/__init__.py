@@ -13,9 +13,9 @@ from headwise.replacement.kinds import (
     KindOption,
     register_kind,
 )
-from headwise.replacement.plan import Plan, PlanPoint
 from headwise.replacement.planning.make_plan import Effort, plan
-from headwise.replacement.rewrite import rewrite
+from headwise.replacement.plans import Plan, PlanPoint
+from headwise.replacement.rewriting import rewrite
 from headwise.replacement.standard_kinds import SOFTMAX
 
 __all__ = [

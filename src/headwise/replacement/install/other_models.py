@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise.errors import UnsupportedError
 from headwise.models.intercept import intercept, nothing_seen, read_sdpa
 from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal
-from headwise.replacement.plan import Plan
+from headwise.replacement.plans import Plan
 
 
 class RewrittenModel(nn.Module):

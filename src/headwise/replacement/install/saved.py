@@ -15,8 +15,8 @@ from headwise.errors import InputError
 from headwise.models.load import LoadedModel, quietly, save_preprocessor, transformers_library
 from headwise.replacement.install.other_models import RewrittenModel
 from headwise.replacement.install.transformers_models import PREFIX, VERSION, rewritten_class
-from headwise.replacement.plan import Plan
-from headwise.replacement.rewrite import rewrite
+from headwise.replacement.plans import Plan
+from headwise.replacement.rewriting import rewrite
 
 WEIGHTS = "rewritten.safetensors"
 

@@ -17,7 +17,7 @@ from headwise.errors import InputError, UnsupportedError
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice
-from headwise.replacement.plan import Plan
+from headwise.replacement.plans import Plan
 
 PREFIX = "Headwise"
 VERSION = 2

@@ -19,7 +19,13 @@ from headwise.models.fingerprint import check_weights, fingerprint
 from headwise.models.inputs import max_positions
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, candidates
-from headwise.replacement.plan import (
+from headwise.replacement.planning.capture import AttentionSite, find_sites, recordings
+from headwise.replacement.planning.drift import DriftTrial, Measure, measure_for
+from headwise.replacement.planning.fit import Fitted, Report, fit_sites, transfer
+from headwise.replacement.planning.plan_search import Head, HeadCandidate, MeasuredPlan, pareto, search, undominated
+from headwise.replacement.planning.saved_progress import DriftEstimate, PlanProgress
+from headwise.replacement.planning.timing import relative_costs, time_plan
+from headwise.replacement.plans import (
     FittedTensors,
     Plan,
     PlanPoint,
@@ -27,12 +33,6 @@ from headwise.replacement.plan import (
     check_tolerance,
     each_head,
 )
-from headwise.replacement.planning.capture import AttentionSite, find_sites, recordings
-from headwise.replacement.planning.drift import DriftTrial, Measure, measure_for
-from headwise.replacement.planning.fit import Fitted, Report, fit_sites, transfer
-from headwise.replacement.planning.plan_search import Head, HeadCandidate, MeasuredPlan, pareto, search, undominated
-from headwise.replacement.planning.saved_progress import DriftEstimate, PlanProgress
-from headwise.replacement.planning.timing import relative_costs, time_plan
 from headwise.replacement.standard_kinds import SOFTMAX
 
 MIN_BATCHES = 6

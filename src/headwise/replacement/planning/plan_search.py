@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from headwise.replacement.kinds import Choice
-from headwise.replacement.plan import PlanPoint, Sites
+from headwise.replacement.plans import PlanPoint, Sites
 
 Head = tuple[str, int]
 

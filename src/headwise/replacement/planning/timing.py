@@ -12,8 +12,8 @@ import torch
 
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice
-from headwise.replacement.plan import Plan
 from headwise.replacement.planning.capture import AttentionSite
+from headwise.replacement.plans import Plan
 from headwise.replacement.standard_kinds import SOFTMAX
 
 REPEATS = 5

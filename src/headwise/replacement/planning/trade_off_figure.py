@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import needs_extra
-from headwise.replacement.plan import Plan
+from headwise.replacement.plans import Plan
 
 SHOWN = ("window", "projected", "efficient", "near_far", "nystrom")
 LARGEST = 0.6

@@ -17,7 +17,7 @@ from headwise.errors import InputError
 from headwise.models.receipt import Receipt
 from headwise.models.run import run_model
 from headwise.replacement.install import other_models, transformers_models
-from headwise.replacement.plan import Plan
+from headwise.replacement.plans import Plan
 from headwise.replacement.standard_kinds import SOFTMAX
 
 

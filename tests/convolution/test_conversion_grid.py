@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from headwise.convolution import convert, to_convolution
-from headwise.convolution.convert import default_probe, geometry_of
+from headwise.convolution.conversion import default_probe, geometry_of
 from headwise.testing import references
 
 KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
