@@ -105,7 +105,7 @@ def test_a_stale_page_is_detected(ledger: Ledger) -> None:
         ("CORRECTED", "HOLDS"),
         ("eta > 0", "eta < 0"),  # a corrected statement
         ("Averaging makes tokens equal", "Averaging makes tokens differ"),  # an example
-        ("[[0.9, 0.1]", "[[0.9, 0.3]"),  # a number of a counter-example
+        ("[0.9, 0.1]", "[0.9, 0.3]"),  # a number of a counter-example
         ("determinant 0", "determinant 1"),
     ):
         assert old in made
