@@ -52,21 +52,21 @@ def main() -> None:
         (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
         run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=work)
 
-        found = run(python, "-c", "import headwise; print(headwise.__file__)", cwd=work)
-        if not Path(found).is_relative_to(site):
-            sys.exit(f"check_wheel: headwise was imported from {found}, not from the wheel in {site}")
+        imported = run(python, "-c", "import headwise; print(headwise.__file__)", cwd=work)
+        if not Path(imported).is_relative_to(site):
+            sys.exit(f"check_wheel: headwise was imported from {imported}, not from the wheel in {site}")
         version = run(work / "env" / "bin" / "headwise", "--version", cwd=work)
 
         for part in SUITE:
             source, target = ROOT / part, work / "suite" / part
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
-        said = run(
+        report = run(
             python, "-m", "pytest", "-q", "-n", "2", "-m", "not slow", "-k", "not compile and not trace",
             "-p", "no:cacheprovider", "tests/operators/test_contract.py",
             cwd=work / "suite",
         )  # fmt: skip
-        print(f"{wheel.name} ({wheel.stat().st_size // 1024} kB), {version}: {said.splitlines()[-1]}")
+        print(f"{wheel.name} ({wheel.stat().st_size // 1024} kB), {version}: {report.splitlines()[-1]}")
 
 
 if __name__ == "__main__":
