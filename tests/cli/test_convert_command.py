@@ -12,7 +12,7 @@ from torch import nn
 from headwise.cli.convert_command import run
 from headwise.convolution import convert
 from headwise.errors import InputError
-from tests.convolution.test_convert import small_cnn
+from tests.convolution.test_conversion import small_cnn
 
 FACTORY = "python:tests.convolution.test_convert:small_cnn"
 

@@ -9,7 +9,7 @@ from torch import nn
 from headwise.convolution import soft
 from headwise.convolution.exported_program import convert_exported
 from headwise.errors import InputError
-from tests.convolution.test_convert import small_cnn
+from tests.convolution.test_conversion import small_cnn
 
 
 class Branches(nn.Module):
