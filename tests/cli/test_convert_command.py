@@ -14,7 +14,7 @@ from headwise.convolution import convert
 from headwise.errors import InputError
 from tests.convolution.test_conversion import small_cnn
 
-FACTORY = "python:tests.convolution.test_convert:small_cnn"
+FACTORY = "python:tests.convolution.test_conversion:small_cnn"
 
 
 def test_a_factory_to_a_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
