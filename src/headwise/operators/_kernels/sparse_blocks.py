@@ -25,7 +25,7 @@ from headwise.operators._kernels import autograd_functions, limits
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.base import AttentionOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.shapes import filled
 
 
@@ -151,20 +151,16 @@ class BlockOperator(AttentionOperator):
     """What every operator made of a `union` of pieces has in common."""
 
     union: Union
+    causal: bool
 
     @property
     def shape(self) -> torch.Size:
         return self.union.shape
 
     @property
-    def like(self) -> Tensor:
-        return self.union.q
-
-    def promises(self, *, causal: bool) -> frozenset[Claim]:
-        """STOCHASTIC unless the key mask leaves some query without keys."""
+    def claims(self) -> frozenset[Claim]:
         empty = self.union.key_mask is not None and bool(self.union.empty_rows().any())
-        claims = {Claim.NONNEGATIVE} if empty else {Claim.NONNEGATIVE, Claim.STOCHASTIC}
-        return frozenset(claims | {Claim.CAUSAL} if causal else claims)
+        return weights_claim(stochastic=not empty, causal=self.causal)
 
     def apply(self, v: Tensor) -> Tensor:
         return self.union.apply(v)

@@ -20,7 +20,7 @@ from headwise.errors import ShapeError
 from headwise.operators._kernels import autograd_functions, limits
 from headwise.operators._kernels.hash_rounds import Rounds
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.shapes import filled, same_axis
 
@@ -41,8 +41,7 @@ class Hashed(QueryKeyOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        promised = {Claim.NONNEGATIVE} | ({Claim.CAUSAL} if self.qk.mask.causal else set())
-        return frozenset(promised if self.qk.key_mask is not None else promised | {Claim.STOCHASTIC})
+        return weights_claim(stochastic=self.qk.key_mask is None, causal=self.qk.mask.causal)
 
     def apply(self, v: Tensor) -> Tensor:
         if v.shape[-1] > limits.MAX_COLUMNS:
