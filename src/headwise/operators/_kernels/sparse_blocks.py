@@ -222,36 +222,27 @@ class Merge:
         pull = pull.masked_fill(empty.unsqueeze(-1), 0) if empty.any() else pull
         pieces, groups = self._in_turn(q)
         for some in groups:
-            self._pull(pieces, *(x[some] for x in (pull, q, k, v, out, lse, *totals)))
+            by_query = [x[some] for x in (pull, q, out, lse.unsqueeze(-1))]
+            by_key = [x[some] for x in (k, v)]
+            for piece in pieces:
+                g, queries, result, sums = (piece.rows.view(x) for x in by_query)
+                keys, values = (piece.columns.view(x) for x in by_key)
+                mask = _float_mask(piece, q)[0]
+                parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    g,
+                    queries,
+                    keys,
+                    values,
+                    result,
+                    sums.squeeze(-1),
+                    0.0,
+                    piece.causal,
+                    attn_mask=mask,
+                    scale=self.scale,
+                )
+                for tiles, total, part in zip((piece.rows, piece.columns, piece.columns), totals, parts, strict=True):
+                    tiles.add_to(total[some], part)
         return totals
-
-    def _pull(
-        self,
-        pieces: list[Piece],
-        pull: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *totals: Tensor,
-    ) -> None:
-        """Gradients added to `totals`."""
-        for piece in pieces:
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                piece.rows.view(pull),
-                piece.rows.view(q),
-                piece.columns.view(k),
-                piece.columns.view(v),
-                piece.rows.view(out),
-                piece.rows.view(lse.unsqueeze(-1)).squeeze(-1),
-                0.0,
-                piece.causal,
-                attn_mask=_float_mask(piece, q)[0],
-                scale=self.scale,
-            )
-            for tiles, total, part in zip((piece.rows, piece.columns, piece.columns), totals, parts, strict=True):
-                tiles.add_to(total, part)
 
     def _in_turn(self, q: Tensor) -> tuple[list[Piece], list[slice]]:
         """Pieces of a few blocks, a few members of the batch: the buffers of one are reused by the next."""
