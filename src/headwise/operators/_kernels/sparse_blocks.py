@@ -183,37 +183,29 @@ class Merge:
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v = tensors
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], limits.HIDDEN)
+        out, lse = torch.zeros_like(q), q.new_full((*q.shape[:-1], 1), limits.HIDDEN)
         pieces, groups = self._in_turn(q)
         for some in groups:
-            self._forward(pieces, *(x[some] for x in (q, k, v, out, lse)))
+            by_query, by_key = [x[some] for x in (q, out, lse)], [x[some] for x in (k, v)]
+            for piece in pieces:
+                mask, hidden = _float_mask(piece, q)
+                queries, total, total_lse = (piece.rows.view(x) for x in by_query)
+                keys, values = (piece.columns.view(x) for x in by_key)
+                part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    queries, keys, values, 0.0, piece.causal, attn_mask=mask, scale=self.scale
+                )
+                if hidden is not None:  # the kernel reports 0 for a row without a key, which is a possible sum
+                    part_lse = part_lse.masked_fill(hidden.all(-1), limits.HIDDEN)
+                part_lse = part_lse.unsqueeze(-1)
+                if piece.first:
+                    total.copy_(part)
+                    total_lse.copy_(part_lse)
+                else:
+                    merged = torch.logaddexp(total_lse, part_lse)
+                    total.mul_((total_lse - merged).exp_()).addcmul_(part, (part_lse - merged).exp_())
+                    total_lse.copy_(merged)
         empty = lse < limits.HIDDEN / 2
-        return out.masked_fill_(empty.unsqueeze(-1), 0) if empty.any() else out, lse
-
-    def _forward(self, pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor, total: Tensor, lse: Tensor) -> None:
-        """P v into `total`, which is zero, and its log-sum-exp into `lse`, which is limits.HIDDEN."""
-        for piece in pieces:
-            mask, hidden = _float_mask(piece, q)
-            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                piece.rows.view(q),
-                piece.columns.view(k),
-                piece.columns.view(v),
-                0.0,
-                piece.causal,
-                attn_mask=mask,
-                scale=self.scale,
-            )
-            if hidden is not None:  # the kernel reports 0 for a row without a key, which is a possible sum
-                part_lse = part_lse.masked_fill(hidden.all(-1), limits.HIDDEN)
-            there, there_lse = piece.rows.view(total), piece.rows.view(lse.unsqueeze(-1)).squeeze(-1)
-            if piece.first:
-                there.copy_(part)
-                there_lse.copy_(part_lse)
-            else:
-                merged = torch.logaddexp(there_lse, part_lse)
-                there.mul_((there_lse - merged).exp_().unsqueeze(-1))
-                there.addcmul_(part, (part_lse - merged).exp_().unsqueeze(-1))
-                there_lse.copy_(merged)
+        return out.masked_fill_(empty, 0) if empty.any() else out, lse.squeeze(-1)
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, out, lse = tensors
