@@ -59,10 +59,10 @@ class AttentionOperator(ABC):
 
     @property
     def like(self) -> Tensor:
-        """A tensor with the dtype and device of P: the first floating tensor or operator among the fields."""
+        """A tensor with the dtype and device of P: the first floating tensor, operator or `q` of the fields."""
         if is_dataclass(self):
             for part in (getattr(self, field.name) for field in fields(self)):
-                for x in part if isinstance(part, tuple) else (part,):
+                for x in part if isinstance(part, tuple) else (getattr(part, "q", part),):
                     if isinstance(x, AttentionOperator):
                         return x.like
                     if isinstance(x, Tensor) and x.dtype.is_floating_point:

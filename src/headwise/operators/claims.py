@@ -21,6 +21,12 @@ class Claim(Enum):
     CAUSAL = "row i is zero beyond column i + n - m"
 
 
+def weights_claim(*, stochastic: bool, causal: bool = False) -> frozenset[Claim]:
+    """The claims of entries >= 0: STOCHASTIC unless some row may be empty, and CAUSAL, each if it holds."""
+    held = {Claim.NONNEGATIVE: True, Claim.STOCHASTIC: stochastic, Claim.CAUSAL: causal}
+    return frozenset(claim for claim, holds in held.items() if holds)
+
+
 def _distance_from_stochastic(p: Tensor) -> Tensor:
     return (p.sum(-1) - 1).abs().amax() + p.clamp(max=0).abs().amax()
 

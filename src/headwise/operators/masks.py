@@ -259,11 +259,14 @@ class Mask:
         """attn_mask and is_causal for scaled_dot_product_attention; m x n is formed only where torch needs it."""
         if self.causal and self.ahead == 0 and self.m == self.n and self.visible is None and self.attn_bias is None:
             return {"attn_mask": None, "is_causal": True}
-        visible = self.pairs(device)
-        bias = None if self.attn_bias is None else self.attn_bias.to(dtype)
-        if bias is None or visible is None:
-            return {"attn_mask": visible if bias is None else bias, "is_causal": False}
-        return {"attn_mask": torch.where(visible, bias, -math.inf), "is_causal": False}
+        return {"attn_mask": self.kernel_mask(self.pairs(device), dtype), "is_causal": False}
+
+    def kernel_mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """`visible` and attn_bias as the one mask that torch's kernel takes: boolean, or additive with a bias."""
+        if self.attn_bias is None:
+            return visible
+        bias = self.attn_bias.to(dtype)
+        return bias if visible is None else torch.where(visible, bias, -math.inf)
 
     def arguments(self) -> dict[str, Any]:
         """The masks that are given, as keyword arguments of a builder."""

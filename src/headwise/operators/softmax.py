@@ -15,7 +15,7 @@ from headwise.linalg.krylov import Spectrum, singular_values
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores, attend, attend_with_lse, row_maxima
 from headwise.operators.base import AttentionOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, supports
 
 
@@ -31,13 +31,9 @@ class Softmax(AttentionOperator):
         return self.scores.shape
 
     @property
-    def like(self) -> Tensor:
-        return self.scores.q
-
-    @property
     def claims(self) -> frozenset[Claim]:
-        claims = {Claim.NONNEGATIVE} if self.scores.mask.has_empty_rows() else {Claim.NONNEGATIVE, Claim.STOCHASTIC}
-        return frozenset(claims | {Claim.CAUSAL} if self.scores.mask.causal else claims)
+        mask = self.scores.mask
+        return weights_claim(stochastic=not mask.has_empty_rows(), causal=mask.causal)
 
     def apply(self, v: Tensor) -> Tensor:
         return attend(self.scores, v)

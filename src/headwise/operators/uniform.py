@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators.base import AttentionOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
 
 
@@ -39,14 +39,10 @@ class Uniform(AttentionOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        promised = {Claim.NONNEGATIVE}
-        if not self.mask.has_empty_rows():
-            promised.add(Claim.STOCHASTIC)
-        if self.mask.causal:
-            promised.add(Claim.CAUSAL)
-        elif self.mask.key_mask is None and self.mask.m == self.mask.n:
-            promised.add(Claim.SYMMETRIC)
-        return frozenset(promised)
+        mask = self.mask
+        claims = weights_claim(stochastic=not mask.has_empty_rows(), causal=mask.causal)
+        symmetric = not mask.causal and mask.key_mask is None and mask.m == mask.n
+        return claims | {Claim.SYMMETRIC} if symmetric else claims
 
     def apply(self, v: Tensor) -> Tensor:
         # half precision cannot count beyond 2048: sums and counts are kept in float32 until the end

@@ -28,10 +28,10 @@ class Rounds:
     scale: float
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _in_groups(self._forward, self._entries(tensors[0]), tensors)
+        return in_groups(self._forward, self._entries(tensors[0]), tensors)
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _in_groups(self._pull, self._entries(pull), (pull, *tensors))
+        return in_groups(self._pull, self._entries(pull), (pull, *tensors))
 
     def _entries(self, q: Tensor) -> int:
         """Scores of one round and one member of the batch."""
@@ -131,9 +131,7 @@ class Rounds:
         return (own + F.pad(before, (0, 0, 0, 0, 0, 1))).flatten(1, 2)
 
 
-def _in_groups(
-    work: Callable[..., tuple[Tensor, ...]], entries: int, tensors: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
+def in_groups(work: Callable[..., tuple[Tensor, ...]], entries: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """`work` on limits.HASH_ENTRIES scores at a time."""
     size = max(1, limits.HASH_ENTRIES // entries)
     if size >= tensors[0].shape[0]:

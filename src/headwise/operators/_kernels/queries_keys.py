@@ -84,17 +84,13 @@ class QueriesKeys:
 
 
 class QueryKeyOperator(AttentionOperator):
-    """An operator made of `qk`, whose shape and dtype it has."""
+    """An operator made of `qk`, whose shape it has."""
 
     qk: QueriesKeys
 
     @property
     def shape(self) -> torch.Size:
         return self.qk.shape
-
-    @property
-    def like(self) -> Tensor:
-        return self.qk.q
 
 
 def repeat_heads(k: Tensor, q: Tensor, owner: str) -> Tensor:

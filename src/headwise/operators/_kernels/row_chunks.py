@@ -28,14 +28,14 @@ Rows = Callable[[int, int], Tensor]
 
 def apply_rows(rows: Rows, shape: Sequence[int], v: Tensor) -> Tensor:
     """P v: (*batch, n, d) -> (*batch, m, d)"""
-    blocks = _blocks(shape)
+    blocks = row_ranges(shape)
     parts = [_recomputed(lambda v, a=a, b=b: rows(a, b) @ v, v, blocks) for a, b in blocks]
     return torch.cat(parts, dim=-2)
 
 
 def adjoint_rows(rows: Rows, shape: Sequence[int], u: Tensor) -> Tensor:
     """P^T u: (*batch, m, d) -> (*batch, n, d)"""
-    blocks = _blocks(shape)
+    blocks = row_ranges(shape)
     parts = (_recomputed(lambda u, a=a, b=b: rows(a, b).mT @ u[..., a:b, :], u, blocks) for a, b in blocks)
     total = next(parts)
     for part in parts:
@@ -43,7 +43,8 @@ def adjoint_rows(rows: Rows, shape: Sequence[int], u: Tensor) -> Tensor:
     return total
 
 
-def _blocks(shape: Sequence[int]) -> list[tuple[int, int]]:
+def row_ranges(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, stop) of blocks of rows with at most limits.SCORE_ENTRIES entries over the whole batch."""
     *batch, m, n = shape
     step = max(1, min(m, limits.SCORE_ENTRIES // (math.prod(batch) * n)))
     return [(start, min(start + step, m)) for start in range(0, m, step)]

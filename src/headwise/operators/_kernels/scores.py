@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.queries_keys import QueriesKeys
-from headwise.operators.masks import Mask
+from headwise.operators._kernels.row_chunks import row_ranges
 from headwise.shapes import broadcast_batch, filled
 
 
@@ -45,11 +45,9 @@ class Scores(QueriesKeys):
         visible = self.mask.pairs(s.device)
         return s if visible is None else s.masked_fill(~visible, -math.inf)
 
-    def chunks(self, entries: int | None = None) -> list[tuple[int, int]]:
-        """Row ranges whose scores hold at most `entries` numbers over the whole batch."""
-        *batch, m, n = self.shape
-        step = max(1, min(m, (entries or limits.SCORE_ENTRIES) // (math.prod(batch) * n)))
-        return [(start, min(start + step, m)) for start in range(0, m, step)]
+    def chunks(self) -> list[tuple[int, int]]:
+        """Row ranges whose scores hold at most limits.SCORE_ENTRIES numbers over the whole batch."""
+        return row_ranges(self.shape)
 
     def transposed(self, minus: Tensor) -> Scores:
         """S^T - minus, `minus` one number a query.  If causal, both sequences are reversed to stay causal."""
@@ -73,14 +71,14 @@ def attend(scores: Scores, v: Tensor) -> Tensor:
     """softmax(S) v through torch's fused kernel; rows that attend to no key are zero."""
     if v.shape[-1] > limits.MAX_COLUMNS:
         return torch.cat([attend(scores, part) for part in v.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
-    visible, bias, ahead = scores.mask.visible, scores.mask.attn_bias, scores.mask.ahead
-    if ahead is not None and not (ahead == 0 and visible is None and bias is None):
+    visible, ahead = scores.mask.visible, scores.mask.ahead
+    if ahead is not None and not (ahead == 0 and visible is None and scores.mask.attn_bias is None):
         # the kernel's own causality is aligned to the top left and cannot be combined with a mask
         parts = (attend(part, v[..., : part.k.shape[-2], :]) for part in _row_parts(scores))
         return torch.cat(list(parts), dim=-2)
     batch = broadcast_batch("Softmax", operator=scores.shape[:-2], v=v.shape[:-2])
     q, k, wide = _one_width(scores.q, scores.k, v)
-    mask = _kernel_mask(scores.mask, q.dtype)
+    mask = scores.mask.kernel_mask(visible, q.dtype)
     out = F.scaled_dot_product_attention(
         _four_axes(q, batch),
         _four_axes(k, batch),
@@ -136,7 +134,7 @@ def _attend_with_lse_fused(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cat([out for out, _ in pairs], dim=-2), torch.cat([lse for _, lse in pairs], dim=-1)
     batch = torch.broadcast_shapes(scores.shape[:-2], v.shape[:-2])
     q, k, wide = _one_width(scores.q, scores.k, v)
-    mask = _kernel_mask(scores.mask, q.dtype)
+    mask = scores.mask.kernel_mask(scores.mask.visible, q.dtype)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
     if mask is not None and mask.stride(-1) != 1:  # torch up to 2.7 takes the last axis for contiguous
@@ -165,10 +163,7 @@ def row_maxima(scores: Scores) -> Tensor:
 
 def _row_parts(scores: Scores) -> list[Scores]:
     """Row chunks for the fused kernel: only their masks are formed, once for all heads that share them."""
-    copies = math.prod(scores.mask.batch)
-    m, n = scores.shape[-2:]
-    step = max(1, min(m, limits.SCORE_ENTRIES // (copies * n)))
-    return [scores.rows(start, min(start + step, m)) for start in range(0, m, step)]
+    return [scores.rows(start, stop) for start, stop in row_ranges((*scores.mask.batch, scores.m, scores.n))]
 
 
 def _one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,14 +176,6 @@ def _one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     # called directly, the kernel assumes without a check that the last axis is contiguous
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v
-
-
-def _kernel_mask(mask: Mask, dtype: torch.dtype) -> Tensor | None:
-    """The mask without causality and attn_bias as the one argument the kernel takes."""
-    visible, bias = mask.visible, mask.attn_bias
-    if bias is None:
-        return visible
-    return bias.to(dtype) if visible is None else torch.where(visible, bias.to(dtype), -math.inf)
 
 
 def _four_axes(x: Tensor, batch: torch.Size, *, expand: bool = True) -> Tensor:

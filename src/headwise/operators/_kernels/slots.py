@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
+from headwise.cost import Cost
 from headwise.errors import UnsupportedError
 from headwise.operators._kernels.prefix_sums import blocked, blocked_absence
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.base import AttentionOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.linear.projections import Dense, Projection
 from headwise.shapes import broadcast_batch, same_axis
 
@@ -42,7 +44,7 @@ class Shortened:
             return frozenset()
         filled = self.filled
         whole = filled is None or bool(filled.any(-1).all())
-        return frozenset({Claim.NONNEGATIVE, Claim.STOCHASTIC} if whole else {Claim.NONNEGATIVE})
+        return weights_claim(stochastic=whole)
 
     def keys(self) -> Tensor:
         """E k"""
@@ -59,17 +61,11 @@ class Shortened:
         x = self.f.adjoint(u.to(compute) if counts is None else u.to(compute) / counts.to(compute).unsqueeze(-1))
         return (x if self.key_mask is None else x.masked_fill(~self.key_mask.unsqueeze(-1), 0)).to(u.dtype)
 
-    def multiply_adds(self, d: int, copies: int) -> int:
-        """Of E k and F v, for a batch of `copies`."""
-        return self._key_work() + self.f.multiply_adds(d * copies)
-
-    def adjoint_multiply_adds(self, d: int, copies: int) -> int:
-        """Of E k and F^T u."""
-        return self._key_work() + self.f.adjoint_multiply_adds(d * copies)
-
-    def _key_work(self) -> int:
+    def multiply_adds(self, d: int, copies: int, *, adjoint: bool = False) -> int:
+        """Of E k and F v (or F^T u), for a batch of `copies`."""
         batch = torch.broadcast_shapes(self.k.shape[:-2], self.e.batch)
-        return self.e.multiply_adds(self.k.shape[-1] * batch.numel())
+        values = self.f.adjoint_multiply_adds if adjoint else self.f.multiply_adds
+        return self.e.multiply_adds(self.k.shape[-1] * batch.numel()) + values(d * copies)
 
     def _shorten(self, projection: Projection, x: Tensor) -> Tensor:
         compute = torch.promote_types(x.dtype, torch.float32)  # sums over n positions
@@ -126,12 +122,17 @@ class SlotOperator(AttentionOperator):
         return torch.Size((*self.batch, self.qk.m, self.qk.n))
 
     @property
-    def like(self) -> Tensor:
-        return self.qk.q
-
-    @property
     def claims(self) -> frozenset[Claim]:
         return self.short.claims
+
+    def cost(self, d: int) -> Cost:
+        return self._cost(d, adjoint=False)
+
+    def adjoint_cost(self, d: int) -> Cost:
+        return self._cost(d, adjoint=True)
+
+    @abstractmethod
+    def _cost(self, d: int, *, adjoint: bool) -> Cost: ...
 
     def _expand(self, u: Tensor) -> Tensor:
         """u with the batch axes of P and its own."""
@@ -153,7 +154,7 @@ class BlockSlotOperator(SlotOperator):
         if not self.short.f.averages:
             return frozenset({Claim.CAUSAL})
         nonempty = self.qk.key_mask is None or bool(self.qk.key_mask[..., 0].all())
-        return frozenset({Claim.CAUSAL, Claim.NONNEGATIVE} | ({Claim.STOCHASTIC} if nonempty else set()))
+        return weights_claim(stochastic=nonempty, causal=True)
 
     @property
     def blocks(self) -> int:

@@ -25,7 +25,7 @@ from headwise.operators._kernels import autograd_functions, limits
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.base import AttentionOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.shapes import filled
 
 
@@ -151,20 +151,16 @@ class BlockOperator(AttentionOperator):
     """What every operator made of a `union` of pieces has in common."""
 
     union: Union
+    causal: bool
 
     @property
     def shape(self) -> torch.Size:
         return self.union.shape
 
     @property
-    def like(self) -> Tensor:
-        return self.union.q
-
-    def promises(self, *, causal: bool) -> frozenset[Claim]:
-        """STOCHASTIC unless the key mask leaves some query without keys."""
+    def claims(self) -> frozenset[Claim]:
         empty = self.union.key_mask is not None and bool(self.union.empty_rows().any())
-        claims = {Claim.NONNEGATIVE} if empty else {Claim.NONNEGATIVE, Claim.STOCHASTIC}
-        return frozenset(claims | {Claim.CAUSAL} if causal else claims)
+        return weights_claim(stochastic=not empty, causal=self.causal)
 
     def apply(self, v: Tensor) -> Tensor:
         return self.union.apply(v)
@@ -187,37 +183,29 @@ class Merge:
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v = tensors
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], limits.HIDDEN)
+        out, lse = torch.zeros_like(q), q.new_full((*q.shape[:-1], 1), limits.HIDDEN)
         pieces, groups = self._in_turn(q)
         for some in groups:
-            self._forward(pieces, *(x[some] for x in (q, k, v, out, lse)))
+            by_query, by_key = [x[some] for x in (q, out, lse)], [x[some] for x in (k, v)]
+            for piece in pieces:
+                mask, hidden = _float_mask(piece, q)
+                queries, total, total_lse = (piece.rows.view(x) for x in by_query)
+                keys, values = (piece.columns.view(x) for x in by_key)
+                part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    queries, keys, values, 0.0, piece.causal, attn_mask=mask, scale=self.scale
+                )
+                if hidden is not None:  # the kernel reports 0 for a row without a key, which is a possible sum
+                    part_lse = part_lse.masked_fill(hidden.all(-1), limits.HIDDEN)
+                part_lse = part_lse.unsqueeze(-1)
+                if piece.first:
+                    total.copy_(part)
+                    total_lse.copy_(part_lse)
+                else:
+                    merged = torch.logaddexp(total_lse, part_lse)
+                    total.mul_((total_lse - merged).exp_()).addcmul_(part, (part_lse - merged).exp_())
+                    total_lse.copy_(merged)
         empty = lse < limits.HIDDEN / 2
-        return out.masked_fill_(empty.unsqueeze(-1), 0) if empty.any() else out, lse
-
-    def _forward(self, pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor, total: Tensor, lse: Tensor) -> None:
-        """P v into `total`, which is zero, and its log-sum-exp into `lse`, which is limits.HIDDEN."""
-        for piece in pieces:
-            mask, hidden = _float_mask(piece, q)
-            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                piece.rows.view(q),
-                piece.columns.view(k),
-                piece.columns.view(v),
-                0.0,
-                piece.causal,
-                attn_mask=mask,
-                scale=self.scale,
-            )
-            if hidden is not None:  # the kernel reports 0 for a row without a key, which is a possible sum
-                part_lse = part_lse.masked_fill(hidden.all(-1), limits.HIDDEN)
-            there, there_lse = piece.rows.view(total), piece.rows.view(lse.unsqueeze(-1)).squeeze(-1)
-            if piece.first:
-                there.copy_(part)
-                there_lse.copy_(part_lse)
-            else:
-                merged = torch.logaddexp(there_lse, part_lse)
-                there.mul_((there_lse - merged).exp_().unsqueeze(-1))
-                there.addcmul_(part, (part_lse - merged).exp_().unsqueeze(-1))
-                there_lse.copy_(merged)
+        return out.masked_fill_(empty, 0) if empty.any() else out, lse.squeeze(-1)
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, out, lse = tensors
@@ -226,36 +214,27 @@ class Merge:
         pull = pull.masked_fill(empty.unsqueeze(-1), 0) if empty.any() else pull
         pieces, groups = self._in_turn(q)
         for some in groups:
-            self._pull(pieces, *(x[some] for x in (pull, q, k, v, out, lse, *totals)))
+            by_query = [x[some] for x in (pull, q, out, lse.unsqueeze(-1))]
+            by_key = [x[some] for x in (k, v)]
+            for piece in pieces:
+                g, queries, result, sums = (piece.rows.view(x) for x in by_query)
+                keys, values = (piece.columns.view(x) for x in by_key)
+                mask = _float_mask(piece, q)[0]
+                parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    g,
+                    queries,
+                    keys,
+                    values,
+                    result,
+                    sums.squeeze(-1),
+                    0.0,
+                    piece.causal,
+                    attn_mask=mask,
+                    scale=self.scale,
+                )
+                for tiles, total, part in zip((piece.rows, piece.columns, piece.columns), totals, parts, strict=True):
+                    tiles.add_to(total[some], part)
         return totals
-
-    def _pull(
-        self,
-        pieces: list[Piece],
-        pull: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *totals: Tensor,
-    ) -> None:
-        """Gradients added to `totals`."""
-        for piece in pieces:
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                piece.rows.view(pull),
-                piece.rows.view(q),
-                piece.columns.view(k),
-                piece.columns.view(v),
-                piece.rows.view(out),
-                piece.rows.view(lse.unsqueeze(-1)).squeeze(-1),
-                0.0,
-                piece.causal,
-                attn_mask=_float_mask(piece, q)[0],
-                scale=self.scale,
-            )
-            for tiles, total, part in zip((piece.rows, piece.columns, piece.columns), totals, parts, strict=True):
-                tiles.add_to(total, part)
 
     def _in_turn(self, q: Tensor) -> tuple[list[Piece], list[slice]]:
         """Pieces of a few blocks, a few members of the batch: the buffers of one are reused by the next."""

@@ -25,7 +25,7 @@ from headwise.operators._kernels import limits
 from headwise.operators._kernels.double_softmax import double_softmax, double_softmax_adjoint
 from headwise.operators._kernels.prefix_sums import Blocks, blocked, blocked_absence
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.shapes import filled
 
@@ -42,8 +42,7 @@ class Efficient(QueryKeyOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        empty = self.qk.mask.has_empty_rows()
-        return frozenset({Claim.NONNEGATIVE} if empty else {Claim.NONNEGATIVE, Claim.STOCHASTIC})
+        return weights_claim(stochastic=not self.qk.mask.has_empty_rows())
 
     def apply(self, v: Tensor) -> Tensor:
         return double_softmax(self.qk, self.qk.k, v, self.qk.key_mask)
@@ -65,8 +64,7 @@ class EfficientCausal(QueryKeyOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        claims = frozenset({Claim.NONNEGATIVE, Claim.CAUSAL})
-        return claims if self.qk.mask.has_empty_rows() else claims | {Claim.STOCHASTIC}
+        return weights_claim(stochastic=not self.qk.mask.has_empty_rows(), causal=True)
 
     def apply(self, v: Tensor) -> Tensor:
         m, n = self.qk.m, self.qk.n

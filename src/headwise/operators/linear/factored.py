@@ -46,15 +46,10 @@ class Factored(SlotOperator):
             double_softmax_adjoint(self.qk, self.short.keys(), self._expand(u), self.short.filled)
         )
 
-    def cost(self, d: int) -> Cost:
+    def _cost(self, d: int, *, adjoint: bool) -> Cost:
         """E K and F v, then two products; nothing but the projections depends on r beyond r k d."""
-        return self._cost(d, self.short.multiply_adds(d, self.batch.numel()))
-
-    def adjoint_cost(self, d: int) -> Cost:
-        return self._cost(d, self.short.adjoint_multiply_adds(d, self.batch.numel()))
-
-    def _cost(self, d: int, shortening: int) -> Cost:
         copies, k, r = self.batch.numel(), self.qk.k.shape[-1], self.short.e.slots
+        shortening = self.short.multiply_adds(d, copies, adjoint=adjoint)
         return Cost(copies * (self.qk.m + r) * k * d + shortening, copies * (r * (k + d) + k * d), 3)
 
 
@@ -74,18 +69,17 @@ class FactoredBlocks(BlockSlotOperator):
         out = self.running(compute).attend(blocked(features, block), x, self.short.values(x))
         return out.flatten(-3, -2)[..., : self.qk.n, :].to(v.dtype)
 
-    def cost(self, d: int) -> Cost:
+    def _cost(self, d: int, *, adjoint: bool) -> Cost:
+        """The adjoint is the derivative of `apply`: once forward, and back through all but the weights in blocks."""
         k, r, block = self.qk.k.shape[-1], self.short.e.slots, self.short.e.length
         copies = self.batch.numel() * self.blocks
-        work = copies * ((block + r) * k * d + block * block * (k + d)) + self.short.multiply_adds(d, copies)
-        return Cost(work, copies * (2 * k * d + block * (block + 4 * k)), self.blocks)
-
-    def adjoint_cost(self, d: int) -> Cost:
-        """The derivative of `apply`: once forward, and back through all but the weights inside blocks."""
-        k, r, block = self.qk.k.shape[-1], self.short.e.slots, self.short.e.length
-        copies = self.batch.numel() * self.blocks
-        back = copies * ((block + r) * k * d + block * block * d) + self.short.f.adjoint_multiply_adds(d * copies)
-        return self.cost(d) + Cost(back, copies * 2 * k * d, self.blocks)
+        states, inside = copies * (block + r) * k * d, copies * block * block
+        work = states + inside * (k + d) + self.short.multiply_adds(d, copies)
+        forward = Cost(work, copies * (2 * k * d + block * (block + 4 * k)), self.blocks)
+        if not adjoint:
+            return forward
+        back = states + inside * d + self.short.f.adjoint_multiply_adds(d * copies)
+        return forward + Cost(back, copies * 2 * k * d, self.blocks)
 
     def running(self, dtype: torch.dtype) -> Blocks:
         """Running sums in which every block leaves its slots to later ones."""

@@ -24,7 +24,7 @@ from headwise.errors import ShapeError
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.base import AttentionOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.shapes import all_finite, broadcast_batch, broadcasts_to, same_axis
 
@@ -55,16 +55,11 @@ class NearFar(AttentionOperator):
         return -(-(self.qk.n - self.leading) // self.block)
 
     @property
-    def like(self) -> Tensor:
-        return self.qk.q
-
-    @property
     def claims(self) -> frozenset[Claim]:
         key_mask = self.qk.key_mask
         # without a key mask a query attends to itself; with one, to the first key if that is leading and not masked
         nonempty = key_mask is None or (self.leading > 0 and bool(key_mask[..., 0].all()))
-        promised = {Claim.NONNEGATIVE} | ({Claim.STOCHASTIC} if nonempty else set())
-        return frozenset(promised | {Claim.CAUSAL} if self.causal else promised)
+        return weights_claim(stochastic=nonempty, causal=self.causal)
 
     def apply(self, v: Tensor) -> Tensor:
         far, x = self._far(), self.qk.mask.hide(v).to(torch.promote_types(v.dtype, torch.float32))

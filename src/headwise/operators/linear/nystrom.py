@@ -19,6 +19,7 @@ from headwise.errors import ShapeError
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators._kernels.scores import Scores
+from headwise.operators._kernels.slots import Shortened
 from headwise.operators.linear.projections import pooling
 from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
 from headwise.operators.softmax import Softmax
@@ -123,9 +124,5 @@ def nystrom(
 
 def _means(x: Tensor, landmarks: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     segments = pooling(x.shape[-2], -(-x.shape[-2] // landmarks))
-    compute = torch.promote_types(x.dtype, torch.float32)
-    if key_mask is None:
-        return segments.apply(x.to(compute)).to(x.dtype), None
-    means = segments.apply(x.to(compute).masked_fill(~key_mask.unsqueeze(-1), 0))
-    means = means / segments.counts(key_mask).unsqueeze(-1).to(compute)
-    return means.to(x.dtype), segments.support(key_mask)
+    short = Shortened(x, segments, segments, key_mask)
+    return short.keys(), short.filled

@@ -45,16 +45,11 @@ class Projected(SlotOperator):
     def adjoint(self, u: Tensor) -> Tensor:
         return self.short.adjoint(self._slots().adjoint(self._expand(u)))
 
-    def cost(self, d: int) -> Cost:
-        return self._cost(self.short.multiply_adds(d, self.batch.numel()), self._slots().cost(d), d)
-
-    def adjoint_cost(self, d: int) -> Cost:
-        return self._cost(self.short.adjoint_multiply_adds(d, self.batch.numel()), self._slots().adjoint_cost(d), d)
-
-    def _cost(self, shortening: int, attention: Cost, d: int) -> Cost:
-        copies = self.batch.numel()
-        attention = attention.times(copies // self._slots().shape[:-2].numel())
-        return Cost(shortening, copies * self.short.e.slots * d) + attention
+    def _cost(self, d: int, *, adjoint: bool) -> Cost:
+        copies, slots = self.batch.numel(), self._slots()
+        attention = slots.adjoint_cost(d) if adjoint else slots.cost(d)
+        shortening = Cost(self.short.multiply_adds(d, copies, adjoint=adjoint), copies * self.short.e.slots * d)
+        return shortening + attention.times(copies // slots.shape[:-2].numel())
 
     def _slots(self) -> Softmax:
         """Attention of the queries to the slots."""
@@ -78,16 +73,11 @@ class ProjectedBlocks(BlockSlotOperator):
         slots = self.short.adjoint(slots.unflatten(-2, (-1, self.short.e.slots)))
         return keys + slots.flatten(-3, -2)[..., : self.qk.n, :]
 
-    def cost(self, d: int) -> Cost:
-        return self._cost(d, self.short.multiply_adds(d, self.batch.numel() * self.blocks))
-
-    def adjoint_cost(self, d: int) -> Cost:
-        return self._cost(d, self.short.adjoint_multiply_adds(d, self.batch.numel() * self.blocks))
-
-    def _cost(self, d: int, shortening: int) -> Cost:
-        union = self._union()
-        copies = self.batch.numel() // union.shape[:-2].numel()
-        return union.cost(d).times(copies) + Cost(shortening, self.batch.numel() * self._slots * d)
+    def _cost(self, d: int, *, adjoint: bool) -> Cost:
+        copies, union = self.batch.numel(), self._union()
+        shortening = self.short.multiply_adds(d, copies * self.blocks, adjoint=adjoint)
+        attention = union.cost(d).times(copies // union.shape[:-2].numel())
+        return attention + Cost(shortening, copies * self._slots * d)
 
     @property
     def _slots(self) -> int:

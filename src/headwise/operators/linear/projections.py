@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from headwise.shapes import filled
 
 class Projection(ABC):
     """A linear map of sequences (*batch, n, c) -> (*batch, r, c)."""
+
+    averages: ClassVar[bool] = False
+    """Rows are >= 0 and sum to 1, so that P stays stochastic."""
 
     @property
     @abstractmethod
@@ -58,11 +61,6 @@ class Projection(ABC):
         """key_mask (*batch, n) -> (*batch, r), True at slots with at least one visible position."""
 
     @property
-    def averages(self) -> bool:
-        """Rows are >= 0 and sum to 1, so that P stays stochastic."""
-        return False
-
-    @property
     def batch(self) -> torch.Size:
         return torch.Size()
 
@@ -76,6 +74,8 @@ class Projection(ABC):
 class Identity(Projection):
     """E = I."""
 
+    averages: ClassVar[bool] = True
+
     n: int
 
     @property
@@ -85,10 +85,6 @@ class Identity(Projection):
     @property
     def length(self) -> int:
         return self.n
-
-    @property
-    def averages(self) -> bool:
-        return True
 
     def apply(self, x: Tensor) -> Tensor:
         return x
@@ -140,6 +136,8 @@ class Dense(Projection):
 class Pooling(Projection):
     """E_tj = 1 / (positions in segment t) for the `size` positions j of segment t; the last may be shorter."""
 
+    averages: ClassVar[bool] = True
+
     n: int
     size: int
 
@@ -150,10 +148,6 @@ class Pooling(Projection):
     @property
     def slots(self) -> int:
         return -(-self.length // self.size)
-
-    @property
-    def averages(self) -> bool:
-        return True
 
     def apply(self, x: Tensor) -> Tensor:
         return self._segments(x).sum(-2) / self._sizes(x)
@@ -317,29 +311,26 @@ def dense(matrix: Tensor) -> Dense:
     """A projection given as a matrix (*batch, r, n), learned or not."""
     if matrix.dim() < 2 or 0 in matrix.shape:
         raise ShapeError(f"Dense: matrix must be (*batch, r, n), but has shape {tuple(matrix.shape)}")
-    if matrix.shape[-2] > matrix.shape[-1]:
-        r, n = matrix.shape[-2:]
-        raise ShapeError(f"Dense: r = {r} slots for n = {n} keys shorten nothing; use r <= n, or identity({n})")
+    _check_sizes("Dense", r=matrix.shape[-2], n=matrix.shape[-1])
     return Dense(matrix)
 
 
 def pooling(n: int, size: int) -> Pooling:
     """Means of `size` consecutive positions: r = ceil(n / size)."""
-    _positive("Pooling", n=n, size=size)
+    _check_sizes("Pooling", n=n, size=size)
     return Pooling(n, min(size, n))
 
 
 def count_sketch(n: int, r: int, *, generator: torch.Generator | None = None) -> CountSketch:
     """Every position into one of r slots, with a sign."""
-    _positive("CountSketch", n=n, r=r)
-    _shorter("CountSketch", n, r)
+    _check_sizes("CountSketch", n=n, r=r)
     slot = torch.randint(r, (n,), generator=generator)
     return CountSketch(slot, _signs(n, generator), r)
 
 
 def convolution(n: int, stride: int, weight: Tensor) -> Convolution:
     """A filter `weight` (w,) that moves on by `stride`: r = ceil(n / stride)."""
-    _positive("Convolution", n=n, stride=stride)
+    _check_sizes("Convolution", n=n, stride=stride)
     if weight.dim() != 1 or weight.shape[0] < 1:
         raise ShapeError(f"Convolution: weight must be (w,), but has shape {tuple(weight.shape)}")
     return Convolution(n, stride, weight)
@@ -347,8 +338,7 @@ def convolution(n: int, stride: int, weight: Tensor) -> Convolution:
 
 def hadamard(n: int, r: int, *, generator: torch.Generator | None = None) -> Hadamard:
     """r rows of a randomised Walsh-Hadamard transform."""
-    _positive("Hadamard", n=n, r=r)
-    _shorter("Hadamard", n, r)
+    _check_sizes("Hadamard", n=n, r=r)
     size = 1 << max(1, (n - 1).bit_length())
     return Hadamard(_signs(n, generator), torch.randperm(size, generator=generator)[:r])
 
@@ -357,12 +347,10 @@ def _signs(n: int, generator: torch.Generator | None) -> Tensor:
     return 2.0 * torch.randint(2, (n,), generator=generator) - 1.0
 
 
-def _positive(owner: str, **sizes: int) -> None:
-    for name, size in sizes.items():
+def _check_sizes(owner: str, *, n: int, r: int = 1, **sizes: int) -> None:
+    """All sizes are at least 1, and r slots are not more than n keys."""
+    for name, size in {"n": n, "r": r, **sizes}.items():
         if size < 1:
             raise ShapeError(f"{owner}: {name} must be at least 1, but is {size}")
-
-
-def _shorter(owner: str, n: int, r: int) -> None:
     if r > n:
         raise ShapeError(f"{owner}: r = {r} slots for n = {n} keys shorten nothing; use r <= n, or identity({n})")

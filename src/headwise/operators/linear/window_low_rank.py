@@ -54,13 +54,10 @@ class WindowLowRank(SlotOperator):
         out = self._inner().adjoint(u)
         return out[..., r:, :] + self.short.adjoint(out[..., :r, :])
 
-    def cost(self, d: int) -> Cost:
-        copies, r = self.shape[:-2].numel(), self.short.e.slots
-        return Cost(self.short.multiply_adds(d, copies), copies * r * d) + self._inner().cost(d)
-
-    def adjoint_cost(self, d: int) -> Cost:
-        copies, r = self.shape[:-2].numel(), self.short.e.slots
-        return Cost(self.short.adjoint_multiply_adds(d, copies), copies * r * d) + self._inner().adjoint_cost(d)
+    def _cost(self, d: int, *, adjoint: bool) -> Cost:
+        copies, inner = self.batch.numel(), self._inner()
+        shortening = Cost(self.short.multiply_adds(d, copies, adjoint=adjoint), copies * self.short.e.slots * d)
+        return shortening + (inner.adjoint_cost(d) if adjoint else inner.cost(d))
 
     def _inner(self) -> Window:
         """W (*batch, m, r + n): one more column of q and k adds the bias to a slot's scores and nothing to a key's."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators.base import AttentionOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
 
 
@@ -34,9 +34,7 @@ class Offset(AttentionOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        claims = {Claim.NONNEGATIVE} | ({Claim.CAUSAL} if self.causal else set())
-        empty = self.nonempty is not None and not bool(self.nonempty.all())
-        return frozenset(claims if empty else claims | {Claim.STOCHASTIC})
+        return weights_claim(stochastic=self.nonempty is None or bool(self.nonempty.all()), causal=self.causal)
 
     def apply(self, v: Tensor) -> Tensor:
         if self.index.dim() == 1:

@@ -22,7 +22,7 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators.base import AttentionOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import KEY_MASK, Mask, supports
 from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind
 
@@ -48,7 +48,7 @@ class Positional(AttentionOperator):
     @property
     def claims(self) -> frozenset[Claim]:
         empty = self.key_mask is not None and not bool(self.key_mask.flatten(-len(self.scores)).any(-1).all())
-        return frozenset({Claim.NONNEGATIVE}) if empty else frozenset({Claim.NONNEGATIVE, Claim.STOCHASTIC})
+        return weights_claim(stochastic=not empty)
 
     def factors(self) -> tuple[Tensor, ...]:
         """The factors P_a (*batch, q_a, g_a); P is their Kronecker product if no key is masked."""

@@ -24,7 +24,7 @@ from headwise.errors import ShapeError
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows
 from headwise.operators.base import AttentionOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, share_between_heads, supports
 from headwise.shapes import all_finite, broadcast_batch, same_axis, same_kind
 
@@ -103,12 +103,8 @@ class ToeplitzSoftmax(AttentionOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        promised = {Claim.NONNEGATIVE}
-        if not bool(_empty_rows(self.logits, self.mask).any()):
-            promised.add(Claim.STOCHASTIC)
-        if self.mask.causal:
-            promised.add(Claim.CAUSAL)
-        return frozenset(promised)
+        empty = bool(_empty_rows(self.logits, self.mask).any())
+        return weights_claim(stochastic=not empty, causal=self.mask.causal)
 
     def apply(self, v: Tensor) -> Tensor:
         if not self.fourier:

@@ -17,7 +17,6 @@ from headwise.errors import ShapeError
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
-from headwise.operators.claims import Claim
 from headwise.operators.compose import Product, product
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.operators.sparse.strided import near_root
@@ -32,10 +31,6 @@ class Fixed(BlockOperator):
     block: int
     summaries: int
     causal: bool
-
-    @property
-    def claims(self) -> frozenset[Claim]:
-        return self.promises(causal=self.causal)
 
 
 @supports(CAUSAL, KEY_MASK)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -18,9 +19,9 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators._kernels import autograd_functions, limits
-from headwise.operators._kernels.hash_rounds import Rounds
+from headwise.operators._kernels.hash_rounds import Rounds, in_groups
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
-from headwise.operators.claims import Claim
+from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.shapes import filled, same_axis
 
@@ -41,8 +42,7 @@ class Hashed(QueryKeyOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        promised = {Claim.NONNEGATIVE} | ({Claim.CAUSAL} if self.qk.mask.causal else set())
-        return frozenset(promised if self.qk.key_mask is not None else promised | {Claim.STOCHASTIC})
+        return weights_claim(stochastic=self.qk.key_mask is None, causal=self.qk.mask.causal)
 
     def apply(self, v: Tensor) -> Tensor:
         if v.shape[-1] > limits.MAX_COLUMNS:
@@ -185,28 +185,16 @@ def _masks(
 ) -> Tensor:
     """Which pairs count in which round (*batch, rounds, t, chunk, 2 chunk), a few members of the batch at a time."""
     n, lead = qk.n, len(qk.batch)
-    key_mask = None if qk.key_mask is None else F.pad(qk.key_mask, (0, 1)).expand(*qk.batch, n + 1).reshape(-1, n + 1)
     flat = [x.reshape(-1, *x.shape[lead:]) for x in (order_q, order_k, chunk_q, chunk_k)]
-    size = max(1, limits.HASH_ENTRIES // (n * 2 * chunk))
-    found = []
-    for start in range(0, flat[0].shape[0], size):
-        there, here, at_q, at_k = (x[start : start + size] for x in flat)
-        real = None if key_mask is None else key_mask[start : start + size]
-        found.append(_group_masks(n, there, here, at_q, at_k, real, chunk, causal))
-    return torch.cat(found).reshape(*qk.batch, *found[0].shape[1:])
+    if qk.key_mask is not None:
+        flat.append(F.pad(qk.key_mask, (0, 1)).expand(*qk.batch, n + 1).reshape(-1, n + 1))
+    (masks,) = in_groups(partial(_group_masks, n, chunk, causal), n * 2 * chunk, tuple(flat))
+    return masks.reshape(*qk.batch, *masks.shape[1:])
 
 
-def _group_masks(
-    n: int,
-    order_q: Tensor,
-    order_k: Tensor,
-    chunk_q: Tensor,
-    chunk_k: Tensor,
-    key_mask: Tensor | None,
-    chunk: int,
-    causal: bool,
-) -> Tensor:
+def _group_masks(n: int, chunk: int, causal: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
     """A pair counts if it is real, not later if causal, not a position with itself, and in no earlier round."""
+    order_q, order_k, chunk_q, chunk_k, *key_mask = tensors
     rounds = order_q.shape[1]
     # the smaller the numbers, the faster they are compared
     small = torch.int8 if n // chunk <= 100 else torch.int16 if n // chunk < 2**14 else torch.int32
@@ -216,7 +204,7 @@ def _group_masks(
     found = []
     for i in range(rounds):
         there, here = order_q[:, i], order_k[:, i]
-        real = here < n if key_mask is None else key_mask.gather(-1, here.flatten(1)).reshape(here.shape)
+        real = key_mask[0].gather(-1, here.flatten(1)).reshape(here.shape) if key_mask else here < n
         rows, columns = there.int().unsqueeze(-1), here.int().unsqueeze(-2)
         mask = columns < rows if causal else columns != rows
         mask = mask & real.unsqueeze(-2)
@@ -226,4 +214,4 @@ def _group_masks(
             b = chunk_k[:, earlier].gather(-1, here.flatten(1)).reshape(here.shape).unsqueeze(-2)
             mask = mask & ((a - b) >> 1 != 0)
         found.append(mask)
-    return torch.stack(found, dim=1)
+    return (torch.stack(found, dim=1),)

@@ -17,7 +17,6 @@ from headwise.errors import ShapeError
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
-from headwise.operators.claims import Claim
 from headwise.operators.compose import Product, product
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.operators.sparse.window import band, window
@@ -35,10 +34,6 @@ class Strided(BlockOperator):
     union: Union
     stride: int
     causal: bool
-
-    @property
-    def claims(self) -> frozenset[Claim]:
-        return self.promises(causal=self.causal)
 
 
 @supports(CAUSAL, KEY_MASK)

@@ -15,7 +15,6 @@ from headwise.errors import ShapeError, UnsupportedError
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
-from headwise.operators.claims import Claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, supports
 
 
@@ -31,10 +30,6 @@ class Window(BlockOperator):
     width: int
     leading: int
     causal: bool
-
-    @property
-    def claims(self) -> frozenset[Claim]:
-        return self.promises(causal=self.causal)
 
 
 @supports(CAUSAL, KEY_MASK, instead={PAIR_MASK: "softmax with a pair_mask that includes the window"})
