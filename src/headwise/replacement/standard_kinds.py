@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwise.errors import UnsupportedError
 from headwise.operators._kernels import limits
+from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.base import AttentionOperator
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.linear.factored import factored
@@ -69,7 +70,7 @@ def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:
     heads = samples[0].inputs.q.shape[1]
     total, count = torch.zeros(heads, 2 * reach + 1), torch.zeros(2 * reach + 1)
     for x in (sample.inputs for sample in samples):
-        keys = x.k if x.k.shape[1] == heads else x.k.repeat_interleave(heads // x.k.shape[1], dim=1)
+        keys = repeat_heads(x.k, x.q, "mean_profile")
         block = max(1, limits.SCORE_ENTRIES // (len(x.q) * heads * x.n))
         for start in range(0, x.n, block):
             stop = min(x.n, start + block)
