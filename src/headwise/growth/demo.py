@@ -121,11 +121,9 @@ class Snapshot:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "step": self.step,
-            "loss": self.loss,
+            **vars(self),
             "widths": {layer: list(widths) for layer, widths in self.widths.items()},
             "scores": [asdict(score) for score in self.scores],
-            "parameters": self.parameters,
             "event": None if self.event is None else self.event.to_dict(),
         }
 

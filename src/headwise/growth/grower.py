@@ -99,17 +99,17 @@ class Grower:
 
         `scale` is the factor that the loss was multiplied by before backward, such as `scaler.get_scale()`.
         """
-        passes = {name: watch.take() for name, watch in self._watches.items()}
-        if not any(passes.values()):
+        passes = [(name, observed) for name, watch in self._watches.items() for observed in watch.take()]
+        if not passes:
             raise InputError(
                 "observe: no backward pass has reached an attention layer since the last call; call observe() after "
                 "loss.backward(), with a loss that depends on the model's output"
             )
         if self._reduced:
             self.reset()
-        for name, observed in ((name, x) for name, done in passes.items() for x in done):
+        for name, observed in passes:
             LayerStatistics.check(observed, name)  # all are checked before any is added
-        for name, observed in ((name, x) for name, done in passes.items() for x in done):
+        for name, observed in passes:
             self.statistics[name].add(observed, bias=self.layers[name].query.bias is not None, scale=scale)
 
     def scores(self, metric: str = "gram") -> list[HeadScore]:

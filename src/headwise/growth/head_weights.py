@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.growth.bottleneck import HeadKey
@@ -76,7 +77,7 @@ def install(layer: MultiHead, weights: Mapping[int, Factors]) -> InstalledWeight
         rows = []
         for head, (old_rows, k) in enumerate(zip(head_slices(widths), sizes, strict=True)):
             if name == ("key", "bias"):
-                rows.append(_resized(old.detach()[old_rows], k))
+                rows.append(F.pad(old.detach()[old_rows][:k], (0, max(0, k - widths[head]))))
             else:
                 rows.append(_rows(weights[head], name, old).to(old) if head in weights else old.detach()[old_rows])
         after[name] = nn.Parameter(torch.cat(rows).to(old), requires_grad=old.requires_grad)
@@ -111,10 +112,6 @@ def _rows(weights: Factors, name: ParameterName, like: Tensor) -> Tensor:
         return weights.wk.mT
     wq = weights.wq[0] * math.sqrt(weights.width)
     return wq[-1] if name == ("query", "bias") else wq[: like.shape[1]].mT
-
-
-def _resized(bias: Tensor, k: int) -> Tensor:
-    return torch.cat([bias[:k], bias.new_zeros(max(0, k - len(bias)))])
 
 
 def _set(layer: MultiHead, sizes: Sequence[int], new: Mapping[ParameterName, nn.Parameter]) -> None:

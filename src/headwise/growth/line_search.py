@@ -20,6 +20,7 @@ from headwise.growth.head_weights import by_layer, install_all
 from headwise.growth.problem import Factors, Problem
 from headwise.growth.solve import Solution, WeightPath, named_solution
 from headwise.growth.statistics import world_size
+from headwise.models.run import eval_mode
 from headwise.nn.multihead import MultiHead
 
 STEPS = tuple(0.1 * 2.0**i for i in range(9))
@@ -45,15 +46,9 @@ class SearchPoint:
 
 def measure(model: nn.Module, loss: Loss, group: dist.ProcessGroup | None = None) -> float:
     """The held-out loss, averaged over processes: evaluation mode, no gradients, always the same random state."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(0)
-            value = float(loss())
-    finally:
-        for module, training in modes:
-            module.training = training
+    with eval_mode(model), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        value = float(loss())
     if world_size(group) > 1:
         total = torch.tensor(value, dtype=torch.float64, device=next(model.parameters()).device)
         dist.all_reduce(total, group=group)

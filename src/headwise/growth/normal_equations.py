@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import final
 
 import torch
@@ -123,12 +124,12 @@ class TokenSequence:
 
     def for_queries(self, yk: Tensor, centred: bool) -> LinearMap:
         """Q -> X^T (W * (X Q (Y K)^T)) Y K for a fixed Y K (n, r)."""
-        return lambda q: sum_of(x.mT @ (scores @ yk) for x, _, scores in self._scores(q, yk, centred))
+        return lambda q: reduce(torch.add, (x.mT @ (scores @ yk) for x, _, scores in self._scores(q, yk, centred)))
 
     def for_keys(self, q: Tensor, centred: bool) -> LinearMap:
         """K -> Y^T (W * (X Q (Y K)^T))^T X Q for a fixed Q (d_q, r)."""
         y = self.keys.double()
-        return lambda k: sum_of(y.mT @ (scores.mT @ xq) for _, xq, scores in self._scores(q, y @ k, centred))
+        return lambda k: reduce(torch.add, (y.mT @ (s.mT @ xq) for _, xq, s in self._scores(q, y @ k, centred)))
 
     def _scores(self, q: Tensor, yk: Tensor, centred: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(X, X Q, W * (X Q (Y K)^T)) by blocks of rows; less the mean of each row if `centred`."""
@@ -142,13 +143,6 @@ class TokenSequence:
                 scores = scores - scores.sum(-1, keepdim=True) / count
                 scores = scores if allowed is None else scores.masked_fill(~allowed, 0)
             yield x, xq, scores
-
-
-def sum_of(parts: Iterator[Tensor]) -> Tensor:
-    total = next(parts)
-    for part in parts:
-        total = total + part
-    return total
 
 
 @final
@@ -224,7 +218,7 @@ class NormalMap:
         """Mean A and mean C over all sequences: the two sides of the preconditioner."""
         pairs = [(a.sum(0), (counts * c).sum(0)) for counts, a, c in self._stacks]
         pairs += [tokens.grams(centred=self.centred) for tokens in self._masked]
-        a, c = (sum_of(iter(side)) for side in zip(*pairs, strict=True))
+        a, c = (reduce(torch.add, side) for side in zip(*pairs, strict=True))
         return a / self.count, c / self.count
 
 

@@ -102,7 +102,6 @@ def exchange(
     """Put the new parameters in the place of the old ones, with state that fits them."""
     before = []
     for name, old in installed.before.items():
-        new = installed.after[name]
         if not holds(optimizer, old):
             if old.requires_grad:
                 raise InputError(
@@ -110,9 +109,9 @@ def exchange(
                 )
             continue
         state = dict(optimizer.state.pop(old, {}))
+        new = installed.after[name]
         _swap(optimizer, old, new)
-        resized = _resized_state(state, name, old, new, installed, calibrated)
-        if resized:
+        if resized := _resized_state(state, name, installed, calibrated):
             optimizer.state[new] = resized
         before.append((old, new, state))
     return ExchangedState(optimizer, before)
@@ -124,24 +123,17 @@ def _swap(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter
 
 
 def _resized_state(
-    state: dict[str, Any],
-    name: ParameterName,
-    old: nn.Parameter,
-    new: nn.Parameter,
-    installed: InstalledWeights,
-    calibrated: Mapping[int, Calibration],
+    state: dict[str, Any], name: ParameterName, installed: InstalledWeights, calibrated: Mapping[int, Calibration]
 ) -> dict[str, Any]:
     tensors = {key: x for key, x in state.items() if isinstance(x, Tensor) and x.dim() > 0}
-    if any(x.shape != old.shape for x in tensors.values()):
+    if any(x.shape != installed.before[name].shape for x in tensors.values()):
         return {}  # factored state (Adafactor) has no rows to keep: the optimizer starts it anew
     slices = list(zip(head_slices(installed.widths), head_slices(installed.layer.key_widths), strict=True))
     for key, x in tensors.items():
-        rows = x.new_zeros(new.shape)
+        rows = x.new_zeros(installed.after[name].shape)
         for head, (source, target) in enumerate(slices):
-            if head in calibrated:
-                rows[target] = _head_rows(key, x[source], rows[target], calibrated[head], name)
-            else:
-                rows[target] = x[source]
+            known = head in calibrated
+            rows[target] = _head_rows(key, x[source], rows[target], calibrated[head], name) if known else x[source]
         state = {**state, key: rows}
     return state
 

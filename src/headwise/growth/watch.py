@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -87,11 +87,11 @@ class _Pass:
     """One forward pass, filled in as it goes."""
 
     x: Tensor
-    context: Tensor | None = None
+    context: Tensor = field(init=False)
     operator: str = ""
     scores: Scores | None = None
-    values: Tensor | None = None
-    outputs: Tensor | None = None
+    values: Tensor = field(init=False)
+    outputs: Tensor = field(init=False)
     gradient: Tensor | None = None
 
 
@@ -174,9 +174,6 @@ class Watch:
         return [self._observed(p) for p in done]
 
     def _observed(self, p: _Pass) -> ObservedPass:
-        assert p.context is not None
-        assert p.values is not None
-        assert p.outputs is not None
         assert p.gradient is not None
         if p.scores is None:
             raise UnsupportedError(f"observe: {self.name} attends with {p.operator}, but only softmax can be grown")

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.install.saved import load
-from headwise.replacement.kinds import (
-    KINDS,
-    AttentionSample,
-    Choice,
-    HeadInputs,
-    Kind,
-    KindOption,
-    register_kind,
-)
+from headwise.replacement.kinds import KINDS, AttentionSample, Choice, HeadInputs, Kind, KindOption, register_kind
 from headwise.replacement.planning.make_plan import Effort, plan
 from headwise.replacement.plans import Plan, PlanPoint
 from headwise.replacement.rewriting import rewrite

@@ -91,14 +91,6 @@ class AttentionSample:
     output: Tensor
 
 
-def _no_tensors(options: Options, length: int, width: int) -> Tensors:
-    return {}
-
-
-def _defaults_only(length: int, quick: bool) -> Iterable[Options]:
-    return [{}]
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class Kind:
@@ -121,10 +113,10 @@ class Kind:
     summary: str
     build: Callable[[HeadInputs, Options, Tensors], AttentionOperator]
     options: Mapping[str, KindOption] = field(default_factory=dict)
-    initial: Callable[[Options, int, int], Tensors] = _no_tensors
+    initial: Callable[[Options, int, int], Tensors] = lambda options, length, width: {}
     start: Callable[[Options, Sequence[AttentionSample], torch.Generator], Tensors] | None = None
     step_sizes: Mapping[str, float] = field(default_factory=dict)
-    candidates: Callable[[int, bool], Iterable[Options]] = _defaults_only
+    candidates: Callable[[int, bool], Iterable[Options]] = lambda length, quick: [{}]
     causal: bool | Callable[[Options], bool] = False
     cached: bool = False
     cross_attention: bool = False

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from headwise.cost import Cost
 from headwise.errors import InputError
-from headwise.models.receipt import Receipt
-from headwise.models.run import run_model
+from headwise.models.receipt import Receipt, largest_change, parameter_count
+from headwise.models.run import eval_mode, run_model
 from headwise.replacement.install import other_models, transformers_models
 from headwise.replacement.plans import Plan
 from headwise.replacement.standard_kinds import SOFTMAX
@@ -47,13 +47,11 @@ def rewrite(model: nn.Module, plan: Plan, *, probe: Any = None) -> tuple[nn.Modu
 
 def _receipt(old: nn.Module, new: nn.Module, plan: Plan, probe: Any) -> Receipt:
     notes = [f"attention costs are for one sequence of {plan.length}"]
-    change, scale = math.nan, math.nan
+    change = scale = math.nan
     if probe is None:
         notes.append("no probe was given, so the change of the output was not measured")
     else:
-        pairs = list(zip(_outputs(new, probe), _outputs(old, probe), strict=True))
-        change = max((a - b).abs().max().item() for a, b in pairs)
-        scale = max(b.abs().max().item() for _, b in pairs)
+        change, scale = largest_change(lambda: _outputs(old, probe), lambda: _outputs(new, probe))
     parts = []
     for site, choices in plan.sites.items():
         facts = plan.model["sites"][site]
@@ -62,12 +60,12 @@ def _receipt(old: nn.Module, new: nn.Module, plan: Plan, probe: Any) -> Receipt:
         before = SOFTMAX.cost(*size).times(len(choices))
         after = reduce(Cost.beside, (choice.cost(*size) for choice in choices), Cost(0, 0, 0))
         counts = ", ".join(f"{count} {choice}" for choice, count in Counter(choices).most_common())
-        added = 0 if "@" in site else sum(p.numel() for p in plan.mixed_heads(site).parameters())
+        added = 0 if "@" in site else parameter_count(plan.mixed_heads(site))
         parts.append(Receipt(site, 0, added, before, after, math.nan, math.nan, notes=(counts,)))
     return Receipt(
         type(old).__name__,
-        sum(p.numel() for p in old.parameters()),
-        sum(p.numel() for p in new.parameters()),
+        parameter_count(old),
+        parameter_count(new),
         reduce(Cost.__add__, (part.cost_before for part in parts)),
         reduce(Cost.__add__, (part.cost_after for part in parts)),
         change,
@@ -79,17 +77,11 @@ def _receipt(old: nn.Module, new: nn.Module, plan: Plan, probe: Any) -> Receipt:
 
 def _outputs(model: nn.Module, probe: Any) -> list[Tensor]:
     """The floating-point tensors that a model returns, in eval mode and without gradients."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            output = run_model(model, probe)
-    finally:
-        model.train(was_training)
+    with eval_mode(model), torch.no_grad():
+        output = run_model(model, probe)
     values = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else output
     tensors = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
     if not tensors:
-        raise InputError(
-            f"{type(model).__name__} returned no floating-point tensor for the probe, so nothing to compare"
-        )
+        name = type(model).__name__
+        raise InputError(f"{name} returned no floating-point tensor for the probe, so nothing to compare")
     return tensors

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwise.errors import UnsupportedError
 from headwise.operators._kernels import limits
+from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.base import AttentionOperator
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.linear.factored import factored
@@ -45,46 +46,6 @@ def _up_to_half(length: int, sizes: Iterable[int]) -> list[int]:
     return [size for size in sizes if 2 * size <= length]
 
 
-# ---- one P for all heads ----
-
-register_kind(
-    "softmax",
-    Kind(
-        "softmax over all keys, unchanged",
-        lambda x, options, tensors: softmax(x.q, x.k, scale=x.scale, **x.masks),
-        causal=True,
-        cached=True,
-        cross_attention=True,
-    ),
-)
-SOFTMAX = Choice("softmax")
-
-register_kind(
-    "uniform",
-    Kind(
-        "the mean of the values",
-        lambda x, options, tensors: uniform(x.m, x.n, **x.masks),
-        causal=True,
-        cached=True,
-        cross_attention=True,
-        reads_scores=False,
-    ),
-)
-
-register_kind(
-    "offset",
-    Kind(
-        "the key `by` positions later, or the outermost one at the ends",
-        lambda x, options, tensors: offset(x.m, x.n, options["by"], key_mask=x.mask.key_mask, device=x.q.device),
-        {"by": KindOption(0)},
-        candidates=lambda length, quick: [{"by": by} for by in (-1, 0, 1)],
-        causal=lambda options: options["by"] <= 0,
-        cached=True,
-        reads_scores=False,
-    ),
-)
-
-
 # ---- functions of the offset j - i ----
 
 
@@ -109,7 +70,7 @@ def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:
     heads = samples[0].inputs.q.shape[1]
     total, count = torch.zeros(heads, 2 * reach + 1), torch.zeros(2 * reach + 1)
     for x in (sample.inputs for sample in samples):
-        keys = x.k if x.k.shape[1] == heads else x.k.repeat_interleave(heads // x.k.shape[1], dim=1)
+        keys = repeat_heads(x.k, x.q, "mean_profile")
         block = max(1, limits.SCORE_ENTRIES // (len(x.q) * heads * x.n))
         for start in range(0, x.n, block):
             stop = min(x.n, start + block)
@@ -136,36 +97,6 @@ def _start_gaussian_window(options: Options, samples: Sequence[AttentionSample],
     centre = (weights * offsets).sum(-1)
     variance = (weights * (offsets - centre.unsqueeze(-1)).square()).sum(-1).clamp(min=0.05)
     return {"centre": centre.float(), "log_width": variance.log().float() / 2}
-
-
-register_kind(
-    "toeplitz",
-    Kind(
-        "softmax of a learned profile over offsets -reach..reach, constant beyond",
-        _profile,
-        {"reach": KindOption(128, 0)},
-        lambda options, length, width: {"profile": torch.zeros(2 * options["reach"] + 1)},
-        _start_profile,
-        {"profile": 0.05},
-        candidates=lambda length, quick: [{"reach": min(64, length - 1)}],
-        causal=True,
-        cached=True,
-        reads_scores=False,
-    ),
-)
-
-register_kind(
-    "gaussian_window",
-    Kind(
-        "softmax of -(offset - centre)^2 / (2 width^2), centre and width learned",
-        _gaussian_window,
-        initial=lambda options, length, width: {"centre": torch.zeros(()), "log_width": torch.zeros(())},
-        start=_start_gaussian_window,
-        causal=True,
-        cached=True,
-        reads_scores=False,
-    ),
-)
 
 
 # ---- neighbours, with and without a summary of the other keys ----
@@ -216,38 +147,6 @@ def _near_far_candidates(length: int, quick: bool) -> list[Options]:
     return [{"block": b, "rank": r, "leading": LEADING} for b, r in blocks if 4 * max(b, r) <= length]
 
 
-register_kind(
-    "window",
-    Kind(
-        "softmax over `width` neighbours and the `leading` first keys",
-        _window,
-        {"width": KindOption(65, 1), "leading": LEADING_OPTION},
-        candidates=lambda length, quick: [
-            {"width": width, "leading": LEADING}
-            for width in _up_to_half(length, (17, 65, 129) if quick else (9, 17, 33, 65, 129))
-        ],
-        causal=True,
-        cached=True,
-        from_first_key=True,
-    ),
-)
-
-register_kind(
-    "near_far",
-    Kind(
-        "softmax over neighbouring blocks and the `leading` first keys, `rank` learned features for all other keys",
-        _near_far,
-        {"block": KindOption(16, 1), "rank": KindOption(4, 1), "leading": LEADING_OPTION},
-        _initial_near_far,
-        _start_near_far,
-        {"a": 0.1, "b": 0.1, "c": 0.1},
-        candidates=_near_far_candidates,
-        causal=True,
-        from_first_key=True,
-    ),
-)
-
-
 # ---- all keys at linear cost ----
 
 
@@ -265,45 +164,6 @@ def _hashed(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOpera
 
 def _ranks(length: int, quick: bool) -> list[int]:
     return _up_to_half(length, (16, 64) if quick else (8, 16, 32, 64))
-
-
-register_kind(
-    "efficient",
-    Kind(
-        "softmax over the features of q times softmax over the keys of k",
-        lambda x, options, tensors: efficient(x.q, x.k, scale=options["sharpness"] * x.scale, **x.masks),
-        {"sharpness": SHARPNESS},
-        candidates=lambda length, quick: [{"sharpness": s} for s in ((2.0,) if quick else (1.0, 2.0, 4.0))],
-        causal=True,
-        cached=True,
-        cross_attention=True,
-    ),
-)
-
-register_kind(
-    "hashed",
-    Kind(
-        "softmax over keys near the query in the order of a locality-sensitive hash",
-        _hashed,
-        {"rounds": KindOption(4, 1), "chunk": KindOption(64, 1)},
-        candidates=lambda length, quick: [
-            {"rounds": 2, "chunk": chunk} for chunk in _up_to_half(length, () if quick else (16, 32))
-        ],
-        causal=True,
-    ),
-)
-
-register_kind(
-    "nystrom",
-    Kind(
-        "Nyström approximation through the means of `landmarks` segments",
-        lambda x, options, tensors: nystrom(x.q, x.k, min(options["landmarks"], x.m, x.n), scale=x.scale, **x.masks),
-        {"landmarks": RANK},
-        candidates=lambda length, quick: [{"landmarks": rank} for rank in _ranks(length, quick)],
-        cross_attention=True,
-        from_first_key=True,
-    ),
-)
 
 
 # ---- learned projections of the keys: e and f have a column per position ----
@@ -353,9 +213,103 @@ def _initial_window_low_rank(options: Options, length: int, width: int) -> Tenso
 
 PROJECTION_STEPS = {"e": 0.001, "f": 0.001}
 
-register_kind(
-    "projected",
-    Kind(
+
+STANDARD_KINDS = {
+    "softmax": Kind(
+        "softmax over all keys, unchanged",
+        lambda x, options, tensors: softmax(x.q, x.k, scale=x.scale, **x.masks),
+        causal=True,
+        cached=True,
+        cross_attention=True,
+    ),
+    "uniform": Kind(
+        "the mean of the values",
+        lambda x, options, tensors: uniform(x.m, x.n, **x.masks),
+        causal=True,
+        cached=True,
+        cross_attention=True,
+        reads_scores=False,
+    ),
+    "offset": Kind(
+        "the key `by` positions later, or the outermost one at the ends",
+        lambda x, options, tensors: offset(x.m, x.n, options["by"], key_mask=x.mask.key_mask, device=x.q.device),
+        {"by": KindOption(0)},
+        candidates=lambda length, quick: [{"by": by} for by in (-1, 0, 1)],
+        causal=lambda options: options["by"] <= 0,
+        cached=True,
+        reads_scores=False,
+    ),
+    "toeplitz": Kind(
+        "softmax of a learned profile over offsets -reach..reach, constant beyond",
+        _profile,
+        {"reach": KindOption(128, 0)},
+        lambda options, length, width: {"profile": torch.zeros(2 * options["reach"] + 1)},
+        _start_profile,
+        {"profile": 0.05},
+        candidates=lambda length, quick: [{"reach": min(64, length - 1)}],
+        causal=True,
+        cached=True,
+        reads_scores=False,
+    ),
+    "gaussian_window": Kind(
+        "softmax of -(offset - centre)^2 / (2 width^2), centre and width learned",
+        _gaussian_window,
+        initial=lambda options, length, width: {"centre": torch.zeros(()), "log_width": torch.zeros(())},
+        start=_start_gaussian_window,
+        causal=True,
+        cached=True,
+        reads_scores=False,
+    ),
+    "window": Kind(
+        "softmax over `width` neighbours and the `leading` first keys",
+        _window,
+        {"width": KindOption(65, 1), "leading": LEADING_OPTION},
+        candidates=lambda length, quick: [
+            {"width": width, "leading": LEADING}
+            for width in _up_to_half(length, (17, 65, 129) if quick else (9, 17, 33, 65, 129))
+        ],
+        causal=True,
+        cached=True,
+        from_first_key=True,
+    ),
+    "near_far": Kind(
+        "softmax over neighbouring blocks and the `leading` first keys, `rank` learned features for all other keys",
+        _near_far,
+        {"block": KindOption(16, 1), "rank": KindOption(4, 1), "leading": LEADING_OPTION},
+        _initial_near_far,
+        _start_near_far,
+        {"a": 0.1, "b": 0.1, "c": 0.1},
+        candidates=_near_far_candidates,
+        causal=True,
+        from_first_key=True,
+    ),
+    "efficient": Kind(
+        "softmax over the features of q times softmax over the keys of k",
+        lambda x, options, tensors: efficient(x.q, x.k, scale=options["sharpness"] * x.scale, **x.masks),
+        {"sharpness": SHARPNESS},
+        candidates=lambda length, quick: [{"sharpness": s} for s in ((2.0,) if quick else (1.0, 2.0, 4.0))],
+        causal=True,
+        cached=True,
+        cross_attention=True,
+    ),
+    "hashed": Kind(
+        "softmax over keys near the query in the order of a locality-sensitive hash",
+        _hashed,
+        {"rounds": KindOption(4, 1), "chunk": KindOption(64, 1)},
+        candidates=lambda length, quick: [
+            {"rounds": 2, "chunk": chunk} for chunk in _up_to_half(length, () if quick else (16, 32))
+        ],
+        causal=True,
+    ),
+    "nystrom": Kind(
+        "Nyström approximation through the means of `landmarks` segments",
+        lambda x, options, tensors: nystrom(x.q, x.k, min(options["landmarks"], x.m, x.n), scale=x.scale, **x.masks),
+        {"landmarks": RANK},
+        candidates=lambda length, quick: [{"landmarks": rank} for rank in _ranks(length, quick)],
+        cross_attention=True,
+        from_first_key=True,
+    ),
+    "projected": Kind(
         "softmax over `rank` learned mixtures of the keys",
         _projected,
         {"rank": RANK},
@@ -365,11 +319,7 @@ register_kind(
         cross_attention=True,
         from_first_key=True,
     ),
-)
-
-register_kind(
-    "factored",
-    Kind(
+    "factored": Kind(
         "`efficient` over `rank` learned mixtures of the keys",
         _factored,
         {"rank": RANK, "sharpness": SHARPNESS},
@@ -379,11 +329,7 @@ register_kind(
         cross_attention=True,
         from_first_key=True,
     ),
-)
-
-register_kind(
-    "window_low_rank",
-    Kind(
+    "window_low_rank": Kind(
         "softmax over `width` neighbours, the `leading` first keys and `rank` learned mixtures of all keys",
         _window_low_rank,
         {"width": KindOption(33, 1), "rank": KindOption(16, 1), "leading": LEADING_OPTION},
@@ -396,4 +342,8 @@ register_kind(
         ],
         from_first_key=True,
     ),
-)
+}
+for name, kind in STANDARD_KINDS.items():
+    register_kind(name, kind)
+
+SOFTMAX = Choice("softmax")

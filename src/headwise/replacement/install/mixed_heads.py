@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError
+from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.replacement.kinds import Choice, HeadInputs
@@ -71,8 +72,8 @@ class HeadGroup(nn.Module):
         q, tensors = inputs.q, self.tensors
         P = self.choice.operator(inputs, tensors)
         if not self.choice.definition.reads_scores and not tensors:  # one P for every head: v need not be repeated
-            return _repeat(P(v), q).expand(-1, q.shape[1], -1, -1)
-        return P(_repeat(v, q))
+            return repeat_heads(P(v), q, "MixedHeads").expand(-1, q.shape[1], -1, -1)
+        return P(repeat_heads(v, q, "MixedHeads"))
 
     def extra_repr(self) -> str:
         return f"{self.choice}, heads {', '.join(map(str, self.heads))}"
@@ -188,7 +189,7 @@ def softmax_attention(inputs: HeadInputs, v: Tensor) -> Tensor:
     q, k, m = inputs.q, inputs.k, inputs.m
     if inputs.mask.causal and m > 1 and (m != inputs.n or inputs.mask.key_mask is not None):
         P = softmax(q, k, scale=inputs.scale, causal=True, key_mask=inputs.mask.key_mask)
-        return P(_repeat(v, q))
+        return P(repeat_heads(v, q, "MixedHeads"))
     mask = None if inputs.mask.key_mask is None else inputs.mask.key_mask.unsqueeze(-2)
     return F.scaled_dot_product_attention(
         q,
@@ -227,8 +228,3 @@ def _gather(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     if x.stride(1) < x.stride(2):
         return x.transpose(1, 2).index_select(2, index).transpose(1, 2)
     return x.index_select(1, index)
-
-
-def _repeat(x: Tensor, q: Tensor) -> Tensor:
-    """Grouped queries: each head of x for the consecutive heads of q that share it."""
-    return x if x.shape[1] in (1, q.shape[1]) else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.models.intercept import intercept, read_sdpa
-from headwise.models.run import run_model
+from headwise.models.run import eval_mode, run_model
 from headwise.replacement.planning.saved_progress import DriftEstimate
 
 Replacement = Callable[..., Tensor]
@@ -44,18 +44,16 @@ class DriftTrial:
     @contextlib.contextmanager
     def open(self) -> Iterator[DriftTrial]:
         """Measure while open; the model is in eval mode and restored afterwards."""
-        was_training, caching = self.model.training, getattr(getattr(self.model, "config", None), "use_cache", None)
-        self.model.eval()
+        caching = getattr(getattr(self.model, "config", None), "use_cache", None)
         if caching:
             self.model.config.use_cache = False  # type: ignore[union-attr]
         try:
-            with torch.no_grad(), intercept(self.model, answer=self._answer):
+            with eval_mode(self.model), torch.no_grad(), intercept(self.model, answer=self._answer):
                 self._outputs, self._before = [], []
                 for batch in self.batches:
                     self._run_unchanged(batch)
                 yield self
         finally:
-            self.model.train(was_training)
             if caching:
                 self.model.config.use_cache = caching  # type: ignore[union-attr]
 
@@ -82,11 +80,9 @@ class DriftTrial:
         drifts, directions = self.drifts(replacements, batches=batches)
         mean = float(drifts.mean())
         error = float(drifts.std() / math.sqrt(len(drifts))) if len(drifts) > 1 else 0.0
-        return (
-            DriftEstimate(mean, error, directions)
-            if math.isfinite(mean + error)
-            else DriftEstimate(1e9, 0.0, directions)
-        )
+        if not math.isfinite(mean + error):
+            mean, error = 1e9, 0.0
+        return DriftEstimate(mean, error, directions)
 
     def _answer(self, site: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
         replacement = self._replacements.get(site)
@@ -98,12 +94,10 @@ class DriftTrial:
 
     def _run_unchanged(self, batch: Any) -> None:
         """Store the output of every layer and of the model."""
-        outputs: dict[nn.Module, Any] = {}
-        order: list[nn.Module] = []
+        ran: list[tuple[nn.Module, Any]] = []
 
         def store(module: nn.Module, args: tuple, output: Any) -> None:
-            order.append(module)
-            outputs[module] = output
+            ran.append((module, output))
 
         handles = [layer.register_forward_hook(store) for layer in dict.fromkeys(self.layers.values())]
         try:
@@ -111,10 +105,10 @@ class DriftTrial:
         finally:
             for handle in handles:
                 handle.remove()
-        if len(set(order)) < len(order):  # a layer that runs twice has two outputs
-            self.layers, outputs = {}, {}
-        self._order = order
-        self._outputs.append(outputs)
+        if len(dict(ran)) < len(ran):  # a layer that runs twice has two outputs
+            self.layers, ran = {}, []
+        self._order = [layer for layer, _ in ran]
+        self._outputs.append(dict(ran))
         self._before.append(self.measure(self.model, batch, output))
 
     @contextlib.contextmanager

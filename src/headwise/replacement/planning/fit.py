@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.replacement.kinds import AttentionSample, Choice, Tensors
 from headwise.replacement.planning.capture import SiteRecording
 from headwise.replacement.planning.saved_progress import PlanProgress, SiteFits
@@ -166,9 +167,7 @@ def errors(choice: Choice, samples: Sequence[AttentionSample], tensors: Tensors)
 
 def _output(choice: Choice, sample: AttentionSample, tensors: Tensors) -> Tensor:
     """P~ v for all heads of the site: (b, h, m, d)"""
-    heads, v = sample.inputs.q.shape[1], sample.v
-    v = v if v.shape[1] in (1, heads) else v.repeat_interleave(heads // v.shape[1], dim=1)
-    return choice.operator(sample.inputs, tensors)(v)
+    return choice.operator(sample.inputs, tensors)(repeat_heads(sample.v, sample.inputs.q, str(choice)))
 
 
 def _squares(x: Tensor, sample: AttentionSample) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from headwise.errors import InputError
 from headwise.models.fingerprint import check_weights, fingerprint
 from headwise.models.inputs import max_positions
+from headwise.models.run import eval_mode
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, candidates
 from headwise.replacement.planning.capture import AttentionSite, find_sites, recordings
@@ -25,14 +26,7 @@ from headwise.replacement.planning.fit import Fitted, Report, fit_sites, transfe
 from headwise.replacement.planning.plan_search import Head, HeadCandidate, MeasuredPlan, pareto, search, undominated
 from headwise.replacement.planning.saved_progress import DriftEstimate, PlanProgress
 from headwise.replacement.planning.timing import relative_costs, time_plan
-from headwise.replacement.plans import (
-    FittedTensors,
-    Plan,
-    PlanPoint,
-    Sites,
-    check_tolerance,
-    each_head,
-)
+from headwise.replacement.plans import FittedTensors, Plan, PlanPoint, Sites, check_tolerance, each_head
 from headwise.replacement.standard_kinds import SOFTMAX
 
 MIN_BATCHES = 6
@@ -112,9 +106,7 @@ def plan(
             f"{len(batches)}; give more text, or shorter texts"
         )
     parts = Split(*([batches[i] for i in part] for part in split(len(batches), seed)))
-    was_training = model.training
-    model.eval()
-    try:
+    with eval_mode(model):
         sites, skipped = _find_sites(model, parts.calibration[0])
         length, tried = _candidates(model, sites, length, choices, quick=effort.quick)
         causal = all(site.causal for site in sites.values())
@@ -136,8 +128,6 @@ def plan(
             progress or (lambda what, done, total: None),
         )
         curve, baselines = run.trade_off(tolerance, transfer)
-    finally:
-        model.train(was_training)
     result = Plan(
         {
             "class": type(model).__name__,
