@@ -70,7 +70,7 @@ BROKEN = {
         "pooling = LearnedQuery(8, 3, 2).double()",
         "pooling = MultiHead(8, 2).double()",
     ),
-    "S3.softmax": ("- pi.mT @ torch.softmax(m, -1) @ pi", "- torch.softmax(m, -1)"),
+    "S3.softmax": ("permuted = pi.mT @ torch.softmax(m, -1) @ pi", "permuted = torch.softmax(m, -1)"),
     "S3.proof": ("printed = torch.softmax((x @ wv)", "printed = torch.softmax((x @ wq)"),
     "S3.pointwise": ("nn.Conv2d(3, 4, 1)", "nn.Conv2d(3, 4, 3, padding=1)"),
     "S3.convolution": ("_flat(nn.Conv2d(3, 3, 3, padding=1))", "_flat(nn.Conv2d(3, 3, 1))"),
