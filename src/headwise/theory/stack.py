@@ -117,7 +117,9 @@ def random_stack(
 
     layers = tuple(
         Layer(
-            *(scale * draw(heads, width, k) / math.sqrt(width) for _ in range(3)),
+            scale * draw(heads, width, k) / math.sqrt(width),
+            scale * draw(heads, width, k) / math.sqrt(width),
+            scale * draw(heads, width, k) / math.sqrt(width),
             scale * draw(heads, k, width) / math.sqrt(heads * k),
             bias * draw(width),
             bias * draw(heads, k),
