@@ -86,7 +86,7 @@ BROKEN = {
     "S4.blocks": ("wo[i * d : (i + 1) * d]", "wo[:d]"),
     "S4.limit": ("alpha = 30.0", "alpha = 4.0"),
     "S4.rate": ("(alphas[-1] - alphas[0])", "alphas[-1]"),
-    "S4.sign": ("z[q + sign * f]", "z[q + f]"),
+    "S4.sign": ("q + sign * f for", "q + f for"),
     "S4.theorem": (
         "draw(4, 2, 3, 3), draw(4, seed=1)",
         "torch.nan * draw(4, 2, 3, 3), draw(4, seed=1)",

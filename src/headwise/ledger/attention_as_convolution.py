@@ -176,7 +176,7 @@ def sign_of_the_shift() -> Finding:
     z, w = matrix([[0.0, 0.0, 1.0, 0.0, 0.0]])[0], matrix([[1.0, 2.0, 3.0]])[0]
 
     def total(w: Tensor, sign: int) -> Tensor:
-        return torch.stack([sum(w[h] * z[q + sign * f] for h, f in enumerate((-1, 0, 1))) for q in range(1, 4)])
+        return torch.stack([w @ z[[q + sign * f for f in (-1, 0, 1)]] for q in range(1, 4)])
 
     minus, plus = total(w, -1), total(w, 1)
     return Finding(
