@@ -70,7 +70,7 @@ BROKEN = {
         "pooling = LearnedQuery(8, 3, 2).double()",
         "pooling = MultiHead(8, 2).double()",
     ),
-    "S3.softmax": ("- pi.mT @ torch.softmax(m, -1) @ pi", "- torch.softmax(m, -1)"),
+    "S3.softmax": ("permuted = pi.mT @ torch.softmax(m, -1) @ pi", "permuted = torch.softmax(m, -1)"),
     "S3.proof": ("printed = torch.softmax((x @ wv)", "printed = torch.softmax((x @ wq)"),
     "S3.pointwise": ("nn.Conv2d(3, 4, 1)", "nn.Conv2d(3, 4, 3, padding=1)"),
     "S3.convolution": ("_flat(nn.Conv2d(3, 3, 3, padding=1))", "_flat(nn.Conv2d(3, 3, 1))"),
@@ -86,7 +86,7 @@ BROKEN = {
     "S4.blocks": ("wo[i * d : (i + 1) * d]", "wo[:d]"),
     "S4.limit": ("alpha = 30.0", "alpha = 4.0"),
     "S4.rate": ("(alphas[-1] - alphas[0])", "alphas[-1]"),
-    "S4.sign": ("z[q + sign * f]", "z[q + f]"),
+    "S4.sign": ("q + sign * f for", "q + f for"),
     "S4.theorem": (
         "draw(4, 2, 3, 3), draw(4, seed=1)",
         "torch.nan * draw(4, 2, 3, 3), draw(4, seed=1)",

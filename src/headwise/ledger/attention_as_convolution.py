@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, matrix, rounding, shown
+from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, equal, matrix, rounding, shown
 from headwise.nn.multihead import MultiHead
 from headwise.nn.relative_attention import ConvolutionGeometry
 from headwise.operators.relative.shift import Border, shift
@@ -50,7 +50,7 @@ def one_row() -> Finding:
     z, wq, wk, wv = draw(9, 6), draw(6, 3, seed=1), draw(6, 3, seed=2), draw(6, 4, seed=3)
     whole = torch.softmax(z @ wq @ wk.mT @ z.mT, -1) @ z @ wv
     row = torch.softmax(z[4] @ wq @ wk.mT @ z.mT, -1) @ z @ wv
-    return Finding(rounding("row q of attention from row q of the queries", (whole[4] - row).abs().max().item()))
+    return Finding(equal("row q of attention from row q of the queries", whole[4], row))
 
 
 @SOURCE.claim(
@@ -67,8 +67,8 @@ def quadratic_score() -> Finding:
     delta = draw(50, 2) * 3
     v = -alpha * torch.cat([torch.ones(1, dtype=torch.float64), -2 * centre])
     r = torch.cat([delta.square().sum(-1, keepdim=True), delta], -1)
-    error = r @ v + alpha * ((delta - centre).square().sum(-1) - centre.square().sum())
-    return Finding(rounding("quadratic encoding as a Gaussian about its centre", error.abs().max().item(), 1e-11))
+    gaussian = -alpha * ((delta - centre).square().sum(-1) - centre.square().sum())
+    return Finding(equal("quadratic encoding as a Gaussian about its centre", r @ v, gaussian, 1e-11))
 
 
 @SOURCE.claim(
@@ -122,17 +122,11 @@ def quadratic_is_cheaper() -> Finding:
 )
 def output_blocks() -> Finding:
     h, n, d, out = 3, 7, 4, 5
-    p, z, wv, wo = (
-        torch.softmax(draw(h, n, n), -1),
-        draw(n, 6, seed=1),
-        draw(h, 6, d, seed=2),
-        draw(h * d, out, seed=3),
-    )
+    p, z = torch.softmax(draw(h, n, n), -1), draw(n, 6, seed=1)
+    wv, wo = draw(h, 6, d, seed=2), draw(h * d, out, seed=3)
     joined = torch.cat([p[i] @ z @ wv[i] for i in range(h)], -1) @ wo
     apart = sum(p[i] @ z @ (wv[i] @ wo[i * d : (i + 1) * d]) for i in range(h))
-    return Finding(
-        rounding("concatenation and W_out = sum of heads with W_v W_out", (joined - apart).abs().max().item(), 1e-11)
-    )
+    return Finding(equal("concatenation and W_out = sum of heads with W_v W_out", joined, apart, 1e-11))
 
 
 @SOURCE.claim(
@@ -180,17 +174,14 @@ def rate_of_the_limit() -> Finding:
 def sign_of_the_shift() -> Finding:
     """Steps (8) to (9): sum_h Z_(q - f(h)) W_h = sum_h Z_(q + f(h)) W_h, a 1-D image and the shifts -1, 0, 1."""
     z, w = matrix([[0.0, 0.0, 1.0, 0.0, 0.0]])[0], matrix([[1.0, 2.0, 3.0]])[0]
-    queries, shifts = range(1, 4), (-1, 0, 1)
-    minus, plus = (
-        torch.stack([sum((w[h] * z[q + sign * f] for h, f in enumerate(shifts)), z.new_zeros(())) for q in queries])
-        for sign in (-1, 1)
-    )
-    reversed_kernel = torch.stack(
-        [sum((w[2 - h] * z[q - f] for h, f in enumerate(shifts)), z.new_zeros(())) for q in queries]
-    )
+
+    def total(w: Tensor, sign: int) -> Tensor:
+        return torch.stack([w @ z[[q + sign * f for f in (-1, 0, 1)]] for q in range(1, 4)])
+
+    minus, plus = total(w, -1), total(w, 1)
     return Finding(
-        rounding("Z_(q - f(h)) W_h against Z_(q + f(h)) W_h, summed over heads", (minus - plus).abs().max().item()),
-        corrected=rounding("the same with W_h of the opposite shift", (reversed_kernel - plus).abs().max().item()),
+        equal("Z_(q - f(h)) W_h against Z_(q + f(h)) W_h, summed over heads", minus, plus),
+        corrected=equal("the same with W_h of the opposite shift", total(w.flip(0), -1), plus),
         example=f"Z = (0, 0, 1, 0, 0), W = (1, 2, 3): with minus {shown(minus)}, with plus {shown(plus)}: the kernel "
         "is reversed",
     )

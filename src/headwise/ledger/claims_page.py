@@ -64,19 +64,12 @@ def _entry(result: ClaimResult) -> str:
         f"**Claimed** ({entry.place}): {entry.statement}.\n",
         f"$$\n{entry.latex}\n$$\n",
     ]
-    if entry.premise:
-        lines.append(f"**Premise**: {entry.premise}.\n")
-    if entry.truth:
-        lines.append(f"**True instead**: {entry.truth}.\n")
-    if finding.example:
-        label = "Counter-example" if finding.outcome in (Outcome.CORRECTED, Outcome.REFUTED) else "Example"
-        lines.append(f"**{label}**: {finding.example}.\n")
+    label = "Counter-example" if finding.outcome in (Outcome.CORRECTED, Outcome.REFUTED) else "Example"
+    texts = {"Premise": entry.premise, "True instead": entry.truth, label: finding.example}
+    lines += [f"**{name}**: {text}.\n" for name, text in texts.items() if text]
     lines.append(f"**What it means**: {entry.meaning}\n")
-    lines.append(f"* Measured: {_number(finding.printed)}.")
-    if finding.without is not None:
-        lines.append(f"* Without the premise: {_number(finding.without)}.")
-    if finding.corrected is not None:
-        lines.append(f"* Corrected: {_number(finding.corrected)}.")
+    verdicts = {"Measured": finding.printed, "Without the premise": finding.without, "Corrected": finding.corrected}
+    lines += [f"* {name}: {_number(verdict)}." for name, verdict in verdicts.items() if verdict is not None]
     if result.timed:
         lines.append(f"{TIMED}{result.timed}.")
     return "\n".join(line if line.startswith("$$") else _escaped(line) for line in lines) + "\n"

@@ -139,6 +139,11 @@ def rounding(claim: str, error: float, bound: float = 1e-12) -> Verdict:
     return at_most(claim, error, bound)
 
 
+def equal(claim: str, left: Tensor, right: Tensor | float, bound: float = 1e-12) -> Verdict:
+    """`rounding` of the largest difference between the entries of two tensors."""
+    return rounding(claim, (left - right).abs().max().item(), bound)
+
+
 def generator(seed: int = 0) -> torch.Generator:
     """Fixed seeds, so that verdicts do not change from run to run."""
     return torch.Generator().manual_seed(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, matrix, rounding, shown
+from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, equal, matrix, rounding, shown
 from headwise.nn.multihead import MultiHead
 
 SOURCE = Source("S1", "Léo Burgund", "Attention growing networks, internship report", "growing attention")
@@ -20,21 +20,11 @@ SOURCE = Source("S1", "Léo Burgund", "Attention growing networks, internship re
     "More heads cost no parameters if the total widths stay the same.",
 )
 def parameter_count() -> Finding:
-    counts = {
-        heads: sum(
-            p.numel()
-            for p in MultiHead(12, heads, key_width=24 // heads, value_width=36 // heads, bias=False).parameters()
-        )
-        for heads in (1, 2, 3, 4)
-    }
-    formula = 2 * 12 * 24 + 12 * 36 + 36 * 12
-    return Finding(
-        at_most(
-            "largest difference from 2 d_e d_k + 2 d_e d_v over h = 1 ... 4",
-            max(abs(c - formula) for c in counts.values()),
-            0,
-        )
-    )
+    formula, differences = 2 * 12 * 24 + 12 * 36 + 36 * 12, []
+    for heads in (1, 2, 3, 4):
+        layer = MultiHead(12, heads, key_width=24 // heads, value_width=36 // heads, bias=False)
+        differences.append(abs(sum(p.numel() for p in layer.parameters()) - formula))
+    return Finding(at_most("largest difference from 2 d_e d_k + 2 d_e d_v over h = 1 ... 4", max(differences), 0))
 
 
 @SOURCE.claim(
@@ -48,7 +38,7 @@ def parameter_count() -> Finding:
 def bias_by_augmentation() -> Finding:
     x, w, b = draw(7, 5), draw(5, 3, seed=1), draw(3, seed=2)
     wide = torch.cat([x, torch.ones(7, 1, dtype=x.dtype)], 1) @ torch.cat([w, b[None]])
-    return Finding(rounding("(X | 1) (W; b') = X W + 1 b'", (wide - (x @ w + b)).abs().max().item()))
+    return Finding(equal("(X | 1) (W; b') = X W + 1 b'", wide, x @ w + b))
 
 
 @SOURCE.claim(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.ledger.complexity_tables import SLACK, add_table, timed_growth
-from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, generator, matrix, rounding, shown
+from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, equal, generator, matrix, shown
 from headwise.ledger.rank_collapse import sketched
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.linear.factored import factored
@@ -40,9 +40,7 @@ def scaling_functions() -> Finding:
     q, k, v = (draw(9, 4, seed=i) for i in range(3))
     n = 9
     left = (q / math.sqrt(n)) @ ((k / math.sqrt(n)).mT @ v)
-    return Finding(
-        rounding("f(Q) f(K)' V = f(Q K') V for f = x/sqrt(n) and x/n", (left - (q @ k.mT / n) @ v).abs().max().item())
-    )
+    return Finding(equal("f(Q) f(K)' V = f(Q K') V for f = x/sqrt(n) and x/n", left, (q @ k.mT / n) @ v))
 
 
 @SOURCE.claim(
@@ -178,10 +176,9 @@ def stochastic_reading() -> Finding:
     a, b = matrix([[math.log(3.0), 0.0], [0.0, 0.0]]), matrix([[0.0, 0.0], [0.0, 0.0]])
     by_columns = (a.exp() / a.exp().sum(0)) @ (b.exp() / b.exp().sum(0))
     by_rows = torch.softmax(draw(9, 4), -1) @ torch.softmax(draw(4, 9, seed=1), -1)
-    off = lambda p: (p.sum(-1) - 1).abs().max().item()  # noqa: E731
     return Finding(
-        at_most("rows of exp(A) D_A^-1 exp(B) D_B^-1 less one", off(by_columns), 1e-9),
-        corrected=rounding("rows of softmax_rows(A) softmax_rows(B) less one", off(by_rows)),
+        equal("rows of exp(A) D_A^-1 exp(B) D_B^-1 less one", by_columns.sum(-1), 1.0, 1e-9),
+        corrected=equal("rows of softmax_rows(A) softmax_rows(B) less one", by_rows.sum(-1), 1.0),
         example=f"exp(A) = [[3, 1], [1, 1]], B = 0: the product is {shown(by_columns)}, whose rows sum to "
         f"{by_columns[0].sum().item():g} and {by_columns[1].sum().item():g}: the weights of a query do not add up to "
         "one",
@@ -285,17 +282,11 @@ def delta_construction() -> Finding:
 )
 def norm_of_a_product() -> Finding:
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    pairs = [(draw(4, seed=s), draw(4, seed=s + 500)) for s in range(100)]
+    excess = max((x @ y).abs().item() - (x.norm() * y.norm()).item() for x, y in pairs)
     return Finding(
         at_most("| |ab| - ||a|| ||b|| | for a = (1, 0), b = (0, 1)'", abs(abs((a @ b).item()) - 1.0), 1e-9),
-        corrected=at_most(
-            "|ab| <= ||a|| ||b||, largest excess over 100 draws",
-            max(
-                (draw(4, seed=s) @ draw(4, seed=s + 500)).abs().item()
-                - (draw(4, seed=s).norm() * draw(4, seed=s + 500).norm()).item()
-                for s in range(100)
-            ),
-            0.0,
-        ),
+        corrected=at_most("|ab| <= ||a|| ||b||, largest excess over 100 draws", excess, 0.0),
         example="orthogonal vectors: the product is 0, the product of the lengths is 1",
     )
 

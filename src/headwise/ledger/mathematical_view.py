@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, generator, matrix, rounding
+from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, equal, generator, matrix, rounding
 from headwise.nn import GridAttention, LearnedQuery, MultiHead
 from headwise.operators import dot_product, softmax
 from headwise.theory.groups import permutations, translations
@@ -93,8 +93,8 @@ def invariance() -> Finding:
 def softmax_of_a_permuted_matrix() -> Finding:
     m, order = draw(7, 7), torch.randperm(7, generator=generator(1))
     pi = torch.eye(7, dtype=torch.float64)[order]
-    error = (torch.softmax(pi.mT @ m @ pi, -1) - pi.mT @ torch.softmax(m, -1) @ pi).abs().max().item()
-    return Finding(rounding("softmax(P'MP) = P' softmax(M) P", error))
+    permuted = pi.mT @ torch.softmax(m, -1) @ pi
+    return Finding(equal("softmax(P'MP) = P' softmax(M) P", torch.softmax(pi.mT @ m @ pi, -1), permuted))
 
 
 @SOURCE.claim(
@@ -115,8 +115,8 @@ def proof_as_printed() -> Finding:
     order = torch.randperm(6, generator=generator(1))
     stays, moved = (torch.softmax((z @ uq) @ (z @ uk).mT, -1) @ z @ uv for z in (y, y[order]))
     return Finding(
-        rounding("the operator in the proof is the one defined", (printed - meant).abs().max().item()),
-        corrected=rounding("the theorem, with W_q where the proof has W_v", (moved - stays[order]).abs().max().item()),
+        equal("the operator in the proof is the one defined", printed, meant),
+        corrected=equal("the theorem, with W_q where the proof has W_v", moved, stays[order]),
         example=f"two tokens 0 and 1, W_q = 0, W_k = W_v = 1: as defined both outputs are {meant[0].item():g} and "
         f"{meant[1].item():g}, as printed {printed[0].item():g} and {printed[1].item():.3f}. A misprint: the "
         "argument does not depend on which matrix it is",
@@ -133,12 +133,8 @@ def proof_as_printed() -> Finding:
 )
 def one_by_one_convolution() -> Finding:
     torch.manual_seed(0)
-    return Finding(
-        _grade(
-            "1x1 convolution under permutations of pixels",
-            check_equivariance(_flat(nn.Conv2d(3, 4, 1)), permutations(), draw(1, 20, 3)),
-        )
-    )
+    report = check_equivariance(_flat(nn.Conv2d(3, 4, 1)), permutations(), draw(1, 20, 3))
+    return Finding(_grade("1x1 convolution under permutations of pixels", report))
 
 
 @SOURCE.claim(
@@ -171,12 +167,10 @@ def translation() -> Finding:
     x = draw(1, 3, 9, 9)
     circular = nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular").double().eval()
     zeros = nn.Conv2d(3, 3, 3, padding=1).double().eval()
+    wrapped, padded = (check_equivariance(conv, translations(), x, axes=(-2, -1)) for conv in (circular, zeros))
     return Finding(
-        _grade(
-            "3x3 convolution, circular borders, under translations",
-            check_equivariance(circular, translations(), x, axes=(-2, -1)),
-        ),
-        without=_grade("the same with zero padding", check_equivariance(zeros, translations(), x, axes=(-2, -1))),
+        _grade("3x3 convolution, circular borders, under translations", wrapped),
+        without=_grade("the same with zero padding", padded),
         example="with zero padding the border breaks it, and only the border",
     )
 
@@ -192,12 +186,8 @@ def translation() -> Finding:
 def outputs_are_queries() -> Finding:
     torch.manual_seed(0)
     pooling = LearnedQuery(8, 3, 2)
-    sizes = [pooling(torch.randn(1, n, 8)).shape[-2] for n in (4, 9, 17)]
-    return Finding(
-        at_most(
-            "largest distance of the number of outputs from the number of queries", max(abs(s - 3) for s in sizes), 0
-        )
-    )
+    away = max(abs(pooling(torch.randn(1, n, 8)).shape[-2] - 3) for n in (4, 9, 17))
+    return Finding(at_most("largest distance of the number of outputs from the number of queries", away, 0))
 
 
 @SOURCE.claim(
@@ -216,12 +206,7 @@ def grids() -> Finding:
     with torch.no_grad():
         folded = grid(x, context)
         flat = grid.attend(x.flatten(2).mT, context.flatten(2).mT).mT.unflatten(-1, (3, 4))
-    return Finding(
-        rounding(
-            "attention over a grid = attention over its pixels, in the queries' shape",
-            (folded - flat).abs().max().item(),
-        )
-    )
+    return Finding(equal("attention over a grid = attention over its pixels, in the queries' shape", folded, flat))
 
 
 @SOURCE.claim(
@@ -241,7 +226,7 @@ def normaliser() -> Finding:
     total = (q2 @ k2.mT).sum().abs().item()
     chosen = dot_product(q2, k2).dense()
     return Finding(
-        rounding("rows of P sum to one, f = exp", (rows - 1).abs().max().item()),
+        equal("rows of P sum to one, f = exp", rows, 1.0),
         without=at_most("1 / |sum f| for f = q.k, k_2 = -k_1", 1 / total if total else float("inf"), 1e6),
         example=f"q = (1, 0), k = (1, 0), (-1, 0): sum of q.k is 0; with C = n the row is {chosen.tolist()[0]}",
     )

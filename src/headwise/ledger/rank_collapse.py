@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from headwise.ledger.complexity_tables import add_table
-from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, generator, matrix, rounding, shown
+from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, equal, generator, matrix, rounding, shown
 from headwise.linalg.norms import composite_norm, infinity_norm, one_norm, spectral_norm
 from headwise.theory import concentration, paths
 from headwise.theory.collapse import collapse, log_bound, relative_residual, residual
-from headwise.theory.counterexamples import Worst, search
+from headwise.theory.counterexamples import Draw, Side, Worst, search
 from headwise.theory.stack import random_stack
 
 SOURCE = Source(
@@ -35,12 +35,13 @@ SOURCE = Source(
 )
 def shift_invariance() -> Finding:
     a, c = draw(6, 9), draw(6, 1, seed=1)
-    error = (torch.softmax(a + c, -1) - torch.softmax(a, -1)).abs().max().item()
     small, by_column = matrix([[0.0, 0.0]]), matrix([[math.log(3.0), 0.0]])
     before, after = torch.softmax(small, -1)[0], torch.softmax(small + by_column, -1)[0]
     return Finding(
-        rounding("softmax(A + x 1') = softmax(A), a constant for each row", error),
-        without=rounding("the same with a constant for each column", (after - before).abs().max().item()),
+        equal(
+            "softmax(A + x 1') = softmax(A), a constant for each row", torch.softmax(a + c, -1), torch.softmax(a, -1)
+        ),
+        without=equal("the same with a constant for each column", after, before),
         example=f"the row (0, 0) gives weights {before[0]:g}, {before[1]:g}; adding log 3 to the first column gives "
         f"{after[0]:.3g}, {after[1]:.3g}, adding it to both changes nothing",
     )
@@ -84,10 +85,6 @@ def bound_gap(
 ) -> Worst:
     """Search for weights and inputs that break the bound of one layer, with `constant` where the theorem has 4."""
 
-    def start(g: torch.Generator) -> tuple[Tensor, ...]:
-        sizes = ((n, d), (heads, d, k), (heads, d, k), (heads, d, d))
-        return tuple(torch.randn(*size, dtype=torch.float64, generator=g) for size in sizes)
-
     def left(x: Tensor, wq: Tensor, wk: Tensor, w: Tensor) -> Tensor:
         p = torch.softmax((x @ wq) @ (x @ wk).mT / math.sqrt(k), -1)
         return composite_norm(residual((p @ x @ w).sum(0))).log()
@@ -96,22 +93,21 @@ def bound_gap(
         beta = (one_norm(wq @ wk.mT) * composite_norm(w)).max()
         return (constant * heads * beta / math.sqrt(k)).log() + 3 * composite_norm(residual(x)).log()
 
+    start = _normal((n, d), (heads, d, k), (heads, d, k), (heads, d, d))
     return search(left, right, start, starts=starts, steps=steps)
 
 
-def _deep_gap(heads: int) -> float:
-    """The largest gap of four random layers, for small inputs, where the bound shrinks, and for ordinary ones."""
-    gaps = []
-    for seed in range(10):
-        stack = random_stack(4, heads, 6, generator=generator(seed))
-        gaps += [collapse(stack, size * draw(5, 6, seed=seed + 100)).verdict().measured for size in (0.02, 1.0)]
-    return max(gaps)
+def _normal(*sizes: tuple[int, ...]) -> Draw:
+    return lambda g: tuple(torch.randn(*size, dtype=torch.float64, generator=g) for size in sizes)
 
 
 def _bound(heads: int, small: tuple[int, int, int], large: tuple[int, int, int]) -> Finding:
+    """One layer by gradient search, and four random ones, for inputs so small that the bound shrinks and for others."""
     worst = max((bound_gap(heads, *sizes) for sizes in (small, large)), key=lambda result: result.gap)
-    deep = _deep_gap(heads)
-    x = worst.at[0]
+    x, deep = worst.at[0], -math.inf
+    for seed, size in itertools.product(range(10), (0.02, 1.0)):
+        stack = random_stack(4, heads, 6, generator=generator(seed))
+        deep = max(deep, collapse(stack, size * draw(5, 6, seed=seed + 100)).verdict().measured)
     return Finding(
         at_most("largest log(left / right) found by gradient search", max(worst.gap, deep), 0.0),
         example=f"the tightest layer has left/right = {math.exp(worst.gap):.3f}, with {x.shape[0]} tokens of "
@@ -248,28 +244,25 @@ def _spread(e: Tensor) -> Tensor:
     return (e.amax(-1) - e.amin(-1)).unsqueeze(-1)
 
 
-def _starts(n: int, d: int):
-    return lambda g: tuple(torch.randn(*size, dtype=torch.float64, generator=g) for size in ((n,), (n, n), (n, d)))
+def _step_gap(excess: Side, n: int, d: int, starts: int) -> Worst:
+    """The largest `excess` of the four matrices of `_sides`."""
+    zero: Side = lambda *z: torch.zeros_like(z[0]).sum()  # noqa: E731
+    start = _normal((n,), (n, n), (n, d))
+    return search(lambda *z: excess(*_sides(*z)), zero, start, starts=starts, steps=150)
 
 
 def entrywise_gap(n: int, d: int) -> Worst:
     """exp(P R) <= exp((I + 2D) 1 softmax(r)' R), the same inequality with both sides positive, at its worst entry."""
-
-    def left(*z: Tensor) -> Tensor:
-        p, s, wide, rest = _sides(*z)
-        return (p @ rest - (1 + 2 * wide) * (s @ rest)).max()
-
-    return search(left, lambda *z: torch.zeros_like(z[0]).sum(), _starts(n, d), starts=8, steps=150)
+    return _step_gap(lambda p, s, wide, rest: (p @ rest - (1 + 2 * wide) * (s @ rest)).max(), n, d, 8)
 
 
 def corrected_gap(n: int, d: int) -> Worst:
     """|P R - 1 s'R| <= 2D 1 s'|R| at its worst entry."""
 
-    def left(*z: Tensor) -> Tensor:
-        p, s, wide, rest = _sides(*z)
+    def excess(p: Tensor, s: Tensor, wide: Tensor, rest: Tensor) -> Tensor:
         return ((p @ rest - s @ rest).abs() / (2 * wide * (s @ rest.abs()))).max().log()
 
-    return search(left, lambda *z: torch.zeros_like(z[0]).sum(), _starts(n, d), starts=20, steps=150)
+    return _step_gap(excess, n, d, 20)
 
 
 @SOURCE.claim(
@@ -284,10 +277,7 @@ def corrected_gap(n: int, d: int) -> Worst:
 def entrywise_step() -> Finding:
     """(9): P R <= (I + 2D) 1 softmax(r)' R entry by entry, P = softmax(1 r' + E), D_ii = max_jj' |E_ij - E_ij'|."""
     r, e, _ = entrywise_gap(2, 1).at
-    r, e = (
-        ((r - r.min()) * 10).round() / 10,
-        (WIDEST * torch.sigmoid(e) * 10).round() / 10,
-    )  # one digit, to check by hand
+    r, e = ((x * 10).round() / 10 for x in (r - r.min(), WIDEST * torch.sigmoid(e)))  # one digit, to check by hand
     e = e - e.amin(-1, keepdim=True)
     rest = matrix([[1.0], [-1.0]]) * (1 if r[0] < r[1] else -1)
     left, right = torch.softmax(r + e, -1) @ rest, (1 + 2 * _spread(e)) * (torch.softmax(r, -1) @ rest)
@@ -307,7 +297,7 @@ def triangle_gap(n: int = 2) -> Worst:
     return search(
         lambda a, b: composite_norm(a + b).log(),
         lambda a, b: (composite_norm(a) + composite_norm(b)).log(),
-        lambda g: tuple(torch.randn(n, n, dtype=torch.float64, generator=g) for _ in range(2)),
+        _normal((n, n), (n, n)),
         starts=20,
         steps=200,
         rate=0.02,

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.linalg.basis import checked_map, extend, gaussian_blocks, outside, size, work_dtype
-from headwise.linalg.spectrum import Spectrum, rounding
+from headwise.linalg.spectrum import Spectrum, exact_spectrum, rounding
 
 __all__ = ["Spectrum", "Triplets", "singular_values", "singular_vectors"]
 
@@ -84,7 +84,7 @@ def singular_values(
         apply, adjoint, shape = adjoint, apply, (*shape[:-2], shape[-1], shape[-2])
     steps = _steps(shape, r, block, steps)
     if shape[-1] <= 2 * block * steps:
-        return _exact(torch.linalg.svdvals(_whole(apply, shape, like)), r, shape, like)
+        return exact_spectrum(torch.linalg.svdvals(_whole(apply, shape, like)), like.dtype, shape, r)
     parts = _bidiagonalise(apply, adjoint, shape, like, gaussian_blocks(block, like, generator), steps)
     return _bounded(parts, torch.linalg.svd(parts.known, full_matrices=False), r, shape, like)
 
@@ -114,7 +114,7 @@ def singular_vectors(
     steps = _steps(shape, r, block, steps)
     if shape[-1] <= 2 * block * steps:
         x, s, yt = torch.linalg.svd(_whole(apply, shape, like), full_matrices=False)
-        return Triplets(x[..., :r], _exact(s, r, shape, like), yt.mT[..., :r])
+        return Triplets(x[..., :r], exact_spectrum(s, like.dtype, shape, r), yt.mT[..., :r])
     parts = _bidiagonalise(apply, adjoint, shape, like, gaussian_blocks(block, like, generator), steps)
     x, s, yt = torch.linalg.svd(parts.known, full_matrices=False)
     left, right = (
@@ -148,12 +148,6 @@ def _whole(apply: Callable[[Tensor], Tensor], shape: Sequence[int], like: Tensor
     *batch, m, n = shape
     eye = torch.eye(n, dtype=work_dtype(like.dtype), device=like.device).expand(*batch, n, n)
     return checked_map("singular_values", apply, like, (*batch, m))(eye).double()
-
-
-def _exact(values: Tensor, r: int, shape: Sequence[int], like: Tensor) -> Spectrum:
-    frobenius = torch.linalg.vector_norm(values, dim=-1)
-    errors = rounding(like.dtype, shape, values[..., :1]).expand_as(values)[..., :r]
-    return Spectrum(values[..., :r], errors, errors, exact=True, count=values.shape[-1], frobenius=frobenius)
 
 
 @final

@@ -46,6 +46,13 @@ def rounding(dtype: torch.dtype, shape: Sequence[int], scale: Tensor) -> Tensor:
     return (4 * torch.finfo(dtype).eps + math.sqrt(max(shape[-2:])) * accumulator) * scale
 
 
+def exact_spectrum(values: Tensor, dtype: torch.dtype, shape: Sequence[int], r: int) -> Spectrum:
+    """The first r of all singular values of a matrix in `dtype`, which are known up to rounding."""
+    errors = rounding(dtype, shape, values[..., :1]).expand_as(values)[..., :r]
+    frobenius = torch.linalg.vector_norm(values, dim=-1)
+    return Spectrum(values[..., :r], errors, errors, exact=True, count=values.shape[-1], frobenius=frobenius)
+
+
 @torch.no_grad()
 def dense_spectrum(p: Tensor) -> Spectrum:  # (*batch, m, n)
     """Every singular value of a dense matrix, computed in float64.
@@ -55,7 +62,4 @@ def dense_spectrum(p: Tensor) -> Spectrum:  # (*batch, m, n)
     """
     no_empty_axis("dense_spectrum", p=p)
     all_finite("dense_spectrum", p=p)
-    values = torch.linalg.svdvals(p.double())
-    errors = rounding(p.dtype, p.shape, values[..., :1]).expand_as(values)
-    frobenius = torch.linalg.vector_norm(values, dim=-1)
-    return Spectrum(values, errors, errors, exact=True, count=values.shape[-1], frobenius=frobenius)
+    return exact_spectrum(torch.linalg.svdvals(p.double()), p.dtype, p.shape, min(p.shape[-2:]))

@@ -114,7 +114,8 @@ def assert_operator(
 
     The arguments are the fields of `Case`.
     """
-    case = Case(_name(build), build, inputs or {}, reference, tolerance, skip or {})
+    name = getattr(build, "__name__", type(build).__name__)
+    case = Case(name, build, inputs or {}, reference, tolerance, skip or {})
     if unknown := set(case.skip) - set(CHECKS):
         raise ContractError(f"{case.name}: skip names {sorted(unknown)}, but the checks are {sorted(CHECKS)}")
     for name in CHECKS:
@@ -345,27 +346,6 @@ def check_repeatable(case: Case) -> None:
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {
-    check.__name__.removeprefix("check_"): check
-    for check in (
-        check_linear,
-        check_adjoint,
-        check_dense,
-        check_claims,
-        check_values,
-        check_gradients,
-        check_cost,
-        check_broadcast,
-        check_strides,
-        check_vmap,
-        check_compile,
-        check_trace,
-        check_half,
-        check_copies,
-        check_repeatable,
-    )
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
 }
-"""The checks by name, in the order in which they run."""
-
-
-def _name(build: Callable[..., object]) -> str:
-    return getattr(build, "__name__", None) or type(build).__name__
+"""The checks by name, in the order in which they run: every function above whose name begins with check_."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -137,13 +137,15 @@ def collapse_curve(
     x = x.detach().double()
     curve = [relative_residual(x, norm).item()]
     with torch.no_grad():
-        for step in _steps(model, skip=skip, mlp=mlp):
-            x = step(x)
+        for parts in _layers(model):
+            for part in parts if mlp else parts[:1]:
+                x = _apply(copy.deepcopy(part).double().eval(), x, skip=skip)
             curve.append(relative_residual(x, norm).item())
     return curve
 
 
-def _steps(model: Encoder | Iterable[nn.Module], *, skip: bool, mlp: bool) -> Iterator[nn.Module]:
+def _layers(model: Encoder | Iterable[nn.Module]) -> list[tuple[nn.Module, ...]]:
+    """Attention and, in an Encoder, the MLP of every layer."""
     if isinstance(model, Encoder):
         if model.layers is None:
             raise UnsupportedError(
@@ -151,31 +153,21 @@ def _steps(model: Encoder | Iterable[nn.Module], *, skip: bool, mlp: bool) -> It
                 "sequence; build it with reversible=False"
             )
         parts = [*model.layers]
-        pairs = zip(parts[::2], parts[1::2], strict=True)
-    else:
-        layers = [*model]
-        for layer in layers:
-            if not isinstance(layer, MultiHead):
-                raise UnsupportedError(
-                    f"collapse_curve: takes an Encoder or MultiHead layers, not {type(layer).__name__}; "
-                    "headwise examine measures any model"
-                )
-        pairs = ((layer, None) for layer in layers)
-    for attention, forward in pairs:
-        parts = [attention] if forward is None or not mlp else [attention, forward]
-        yield nn.Sequential(*(_Switched(copy.deepcopy(part).double().eval(), skip) for part in parts))
+        return list(zip(parts[::2], parts[1::2], strict=True))
+    layers = [*model]
+    for layer in layers:
+        if not isinstance(layer, MultiHead):
+            raise UnsupportedError(
+                f"collapse_curve: takes an Encoder or MultiHead layers, not {type(layer).__name__}; "
+                "headwise examine measures any model"
+            )
+    return [(layer,) for layer in layers]
 
 
-class _Switched(nn.Module):
+def _apply(layer: nn.Module, x: Tensor, *, skip: bool) -> Tensor:
     """A part of a layer with its skip connection removed or added."""
-
-    def __init__(self, part: nn.Module, skip: bool) -> None:
-        super().__init__()
-        self.part, self.skip = part, skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        skipped = x if self.skip else 0
-        if not isinstance(self.part, Residual):
-            return self.part(x) + skipped
-        part, norm = self.part.part, self.part.norm  # of an Encoder: the norm is before the part or after the sum
-        return part(norm(x)) + skipped if self.part.norm_first else norm(part(x) + skipped)
+    skipped = x if skip else 0
+    if not isinstance(layer, Residual):
+        return layer(x) + skipped
+    part, norm = layer.part, layer.norm  # of an Encoder: the norm is before the part or after the sum
+    return part(norm(x)) + skipped if layer.norm_first else norm(part(x) + skipped)

@@ -8,7 +8,7 @@ traced memory are reproducible; times are not, and no verdict depends on them.
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -139,17 +139,8 @@ def formed_memory_growth(lengths: Sequence[int] = LENGTHS) -> Exponent:
 def time_growth(name: str, lengths: Sequence[int] | None = None, *, rounds: int = 5) -> Exponent:
     """Fitted exponent of the time of building one operator and applying it: the smallest of `rounds` at each length."""
     lengths = TIMED_SHORTER.get(name, TIMED) if lengths is None else lengths
-    return exponent(lengths, [_seconds(_layer(name, n), rounds) for n in lengths])
-
-
-def _seconds(call: Callable[[], object], rounds: int) -> float:
-    call()
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    # the first round is for warming up
+    return exponent(lengths, [min(timeit.repeat(_layer(name, n), number=1, repeat=rounds + 1)[1:]) for n in lengths])
 
 
 def _inputs(n: int) -> tuple[Tensor, Tensor, Tensor]:

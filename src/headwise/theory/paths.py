@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -55,24 +55,17 @@ class Groups:
 def by_length(stack: Stack, x: Tensor) -> Groups:
     """All paths grouped by the number of heads on them; O(L^2 H) products."""
     mixed, states = _frozen(stack, x)
-    groups, bias = _start(stack, x), torch.zeros_like(x)
+    bias = torch.zeros_like(x)
     for layer, p in zip(stack.layers, mixed, strict=True):
-        groups = _longer(groups, p, layer.w, skip=stack.skip)
         bias = (bias if stack.skip else 0) + _through(p, bias[None], layer.w)[0] + layer.bias
-    return Groups(groups, bias, states[-1])
+    return Groups(_grouped(stack, x, mixed, lambda index, h: True), bias, states[-1])
 
 
 def through_head(stack: Stack, x: Tensor, head: Head) -> Tensor:  # (L + 1, n, d)
     """Sum of all paths from X through head (l, h), by length."""
     _exists(stack, head)
     mixed, _ = _frozen(stack, x)
-    groups = _start(stack, x)
-    for index, (layer, p) in enumerate(zip(stack.layers, mixed, strict=True)):
-        if index == head[0]:
-            groups = _longer(groups, p[head[1] :][:1], layer.w[head[1] :][:1], skip=False)
-        else:
-            groups = _longer(groups, p, layer.w, skip=stack.skip)
-    return groups
+    return _grouped(stack, x, mixed, lambda index, h: index != head[0] or h == head[1], no_skip=head[0])
 
 
 def avoiding(stack: Stack, x: Tensor, heads: Set[Head]) -> Tensor:  # (L + 1, n, d)
@@ -80,11 +73,7 @@ def avoiding(stack: Stack, x: Tensor, heads: Set[Head]) -> Tensor:  # (L + 1, n,
     for head in heads:
         _exists(stack, head)
     mixed, _ = _frozen(stack, x)
-    groups = _start(stack, x)
-    for index, (layer, p) in enumerate(zip(stack.layers, mixed, strict=True)):
-        others = [h for h in range(len(p)) if (index, h) not in heads]
-        groups = _longer(groups, p[others], layer.w[others], skip=stack.skip)
-    return groups
+    return _grouped(stack, x, mixed, lambda index, h: (index, h) not in heads)
 
 
 def single_paths(stack: Stack, x: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -154,16 +143,16 @@ def _frozen(stack: Stack, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     return [layer.attention(y) for layer, y in zip(stack.layers, states[:-1], strict=True)], states
 
 
-def _start(stack: Stack, x: Tensor) -> Tensor:
-    groups = x.new_zeros(len(stack.layers) + 1, *x.shape)
-    groups[0] = x
+def _grouped(
+    stack: Stack, x: Tensor, mixed: list[Tensor], kept: Callable[[int, int], bool], no_skip: int | None = None
+) -> Tensor:  # (L + 1, n, d)
+    """T_L[j] over the heads with `kept(layer, head)`, without the skip connection of layer `no_skip`."""
+    groups = torch.cat([x[None], x.new_zeros(len(stack.layers), *x.shape)])
+    for index, (layer, p) in enumerate(zip(stack.layers, mixed, strict=True)):
+        stay = groups if stack.skip and index != no_skip else torch.zeros_like(groups)
+        heads = [h for h in range(len(p)) if kept(index, h)]
+        groups = torch.cat([stay[:1], stay[1:] + _through(p[heads], groups[:-1], layer.w[heads])])
     return groups
-
-
-def _longer(groups: Tensor, p: Tensor, w: Tensor, *, skip: bool) -> Tensor:
-    """T[j] + sum_h P_h T[j-1] W_h; without the first term if `skip` is False."""
-    stay = groups if skip else torch.zeros_like(groups)
-    return torch.cat([stay[:1], stay[1:] + _through(p, groups[:-1], w)])
 
 
 def _through(p: Tensor, y: Tensor, w: Tensor) -> Tensor:

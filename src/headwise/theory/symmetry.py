@@ -177,7 +177,6 @@ def check_equivariance(
     >>> check_equivariance(wide, permutations(), x, axes="grid").verdict
     <Symmetry.BROKEN: 'BROKEN'>
     """
-    _warn_if_training(module)
     return _check("equivariance", module, group, x, axes, axes if out_axes is None else out_axes, call, tolerance)
 
 
@@ -196,16 +195,7 @@ def check_invariance(
     >>> check_invariance(lambda x: x.mean(-2), flips(), torch.randn(2, 10, 3)).holds
     True
     """
-    _warn_if_training(module)
     return _check("invariance", module, group, x, axes, None, call, tolerance)
-
-
-def _warn_if_training(module: object) -> None:
-    if _in_training(module):
-        warnings.warn(
-            f"{module_name(module)} is in training mode: dropout and batch statistics break symmetries; use .eval()",
-            stacklevel=3,
-        )
 
 
 def _check(
@@ -219,6 +209,11 @@ def _check(
     tolerance: float,
 ) -> SymmetryReport:
     x, notes = x.detach(), []
+    if training := isinstance(module, nn.Module) and any(part.training for part in module.modules()):
+        warnings.warn(
+            f"{module_name(module)} is in training mode: dropout and batch statistics break symmetries; use .eval()",
+            stacklevel=3,
+        )
     in_axes = _resolve("x", axes, x, ids=not x.dtype.is_floating_point)
     elements = group.elements([x.shape[a] for a in in_axes])
     if torch.Size(x.shape[a] for a in in_axes).numel() < 2 or x.numel() == 0:
@@ -229,7 +224,7 @@ def _check(
     unmoved = [e.name for e, gx in zip(elements, inputs[1:], strict=True) if torch.equal(gx, x)]
     if unmoved:
         notes.append(f"x is unchanged by {', '.join(unmoved)}, which therefore test nothing; use a random x")
-    if training := _in_training(module):
+    if training:
         notes.append("the module is in training mode; the verdict applies to training mode")
 
     runs = run_in_two_precisions(module, call, inputs)
@@ -364,7 +359,3 @@ def _resolve(what: str, axes: Axes, x: Tensor, *, ids: bool = False) -> tuple[in
     if not indices or any(not -x.dim() <= a < x.dim() for a in indices):
         raise ShapeError(f"{what} has shape {tuple(x.shape)}, which has no axes {axes!r}")
     return tuple(sorted({a % x.dim() for a in indices}))
-
-
-def _in_training(module: object) -> bool:
-    return isinstance(module, nn.Module) and any(part.training for part in module.modules())

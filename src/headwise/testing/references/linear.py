@@ -75,13 +75,19 @@ def masked_projection(e: Tensor, key_mask: Tensor | None, *, mean: bool = False)
     return masked, ((e != 0) & key_mask.unsqueeze(-2)).any(-1)
 
 
+def _masked_pair(e: Tensor, f: Tensor, key_mask: Tensor | None, mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """E and F without masked keys, and which slots are empty in neither."""
+    e, filled = masked_projection(e.double(), key_mask, mean=mean)
+    f, also = masked_projection(f.double(), key_mask, mean=mean)
+    everywhere = torch.ones(e.shape[-2], dtype=torch.bool)
+    return e, f, everywhere if filled is None or also is None else filled & also
+
+
 def factored(
     q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, key_mask: Tensor | None = None, mean: bool = False
 ) -> Tensor:
     """P = softmax_features(s q) softmax_slots(s E k)^T F"""
-    e, filled = masked_projection(e.double(), key_mask, mean=mean)
-    f, also = masked_projection(f.double(), key_mask, mean=mean)
-    filled = None if filled is None or also is None else filled & also
+    e, f, filled = _masked_pair(e, f, key_mask, mean)
     return efficient(q, e @ k.double(), key_mask=filled) @ f
 
 
@@ -89,9 +95,7 @@ def projected(
     q: Tensor, k: Tensor, e: Tensor, f: Tensor, *, key_mask: Tensor | None = None, mean: bool = False
 ) -> Tensor:
     """P = softmax_slots(s q (E k)^T) F"""
-    e, filled = masked_projection(e.double(), key_mask, mean=mean)
-    f, also = masked_projection(f.double(), key_mask, mean=mean)
-    filled = None if filled is None or also is None else filled & also
+    e, f, filled = _masked_pair(e, f, key_mask, mean)
     return softmax_over(q, e @ k.double(), lambda i, j: True, key_mask=filled) @ f
 
 
@@ -134,13 +138,12 @@ def projected_blocks(
     """Softmax over the own block's keys j <= i beside the slots of earlier blocks; slots become values by F."""
     (r, b), n = e.shape[-2:], k.shape[-2]
     visible = torch.ones(n, dtype=torch.bool) if key_mask is None else key_mask
-    big_e, filled = masked_projection(block_matrix(e.double(), n), visible, mean=mean)
-    big_f, also = masked_projection(block_matrix(f.double(), n), visible, mean=mean)
+    big_e, big_f, filled = _masked_pair(block_matrix(e, n), block_matrix(f, n), visible, mean)
     slots = big_e @ k.double()
     batch = torch.broadcast_shapes(k.shape[:-2], slots.shape[:-2])
     keys = torch.cat([k.double().expand(*batch, n, -1), slots.expand(*batch, -1, -1)], dim=-2)
-    real = torch.broadcast_tensors(visible[..., :1], (filled & also)[..., :1])  # type: ignore[operator]
-    real = [x.expand(*real[0].shape[:-1], x.shape[-1]) for x in (visible, filled & also)]  # type: ignore[operator]
+    batch = torch.broadcast_shapes(visible.shape[:-1], filled.shape[:-1])
+    real = [x.expand(*batch, -1) for x in (visible, filled)]
 
     def allowed(i: int, j: int) -> bool:
         return j <= i and j // b == i // b if j < n else (j - n) // r < i // b
@@ -155,9 +158,8 @@ def factored_blocks(
     """The double softmax over the own block's keys j <= i beside the slots of earlier blocks, row by row."""
     (r, b), n = e.shape[-2:], k.shape[-2]
     visible = torch.ones(n, dtype=torch.bool) if key_mask is None else key_mask
-    big_e, filled = masked_projection(block_matrix(e.double(), n), visible, mean=mean)
-    big_f, also = masked_projection(block_matrix(f.double(), n), visible, mean=mean)
-    slots, filled = big_e @ k.double(), filled & also  # type: ignore[operator]
+    big_e, big_f, filled = _masked_pair(block_matrix(e, n), block_matrix(f, n), visible, mean)
+    slots = big_e @ k.double()
     rows = []
     for i in range(n):
         first, past = i // b * b, i // b * r
