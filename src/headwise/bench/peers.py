@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import final
+from pkgutil import resolve_name
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +26,31 @@ from headwise.nn.linformer_attention import LinformerAttention
 from headwise.nn.multihead import MultiHead
 from headwise.operators import projected
 
-WIDTH, HEADS = 512, 8
+WIDTH, HEADS, DIM_HEAD = 512, 8, 64
 
 
 @final
 @dataclass(frozen=True)
 class Peer:
-    """A layer `make(n)` of another package, the operator it is compared with, and the package to install."""
+    """A layer of another package, and the operator it is compared with; `build(its class, n)` makes it."""
 
     name: str
     ours: str
-    module: str
-    package: str
-    make: Callable[[int], nn.Module]
+    path: str  # package.module:class
+    build: Callable[[Any, int], nn.Module]
     longest: int = 65536
 
     @property
+    def package(self) -> str:
+        """The package to install."""
+        return re.split("[.:]", self.path)[0].replace("_", "-")
+
+    @property
     def installed(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
+        return importlib.util.find_spec(self.package.replace("-", "_")) is not None
+
+    def make(self, n: int) -> nn.Module:
+        return self.build(resolve_name(self.path), n)
 
 
 class _SelfAttention(nn.Module):
@@ -55,83 +64,58 @@ class _SelfAttention(nn.Module):
         return self.call(self.layer, x)
 
 
-def _torch(n: int) -> nn.Module:
-    layer = nn.MultiheadAttention(WIDTH, HEADS, bias=False, batch_first=True)
-    return _SelfAttention(layer, lambda layer, x: layer(x, x, x, need_weights=False)[0])
+def _torch(layer: Any, n: int) -> nn.Module:
+    made = layer(WIDTH, HEADS, bias=False, batch_first=True)
+    return _SelfAttention(made, lambda layer, x: layer(x, x, x, need_weights=False)[0])
 
 
-def _linformer(n: int) -> nn.Module:
-    from linformer import LinformerSelfAttention  # pyright: ignore[reportMissingImports]
-
-    return LinformerSelfAttention(WIDTH, n, k=RANK, heads=HEADS)
-
-
-def _linformer_pytorch(n: int) -> nn.Module:
-    from linformer_pytorch import MHAttention  # pyright: ignore[reportMissingImports]
-    from linformer_pytorch.linformer_pytorch import get_EF  # pyright: ignore[reportMissingImports]
-
-    e, f = get_EF(n, RANK), get_EF(n, RANK)
-    return MHAttention(n, WIDTH // HEADS, WIDTH, RANK, HEADS, 0.0, "C0", "layerwise", e, f, False, None)
+def _x_transformers(layer: Any, n: int) -> nn.Module:
+    made = layer(WIDTH, dim_head=DIM_HEAD, heads=HEADS, flash=True)
+    return _SelfAttention(made, lambda layer, x: out[0] if isinstance(out := layer(x), tuple) else out)
 
 
-def _reformer(n: int) -> nn.Module:
-    from reformer_pytorch import LSHSelfAttention  # pyright: ignore[reportMissingImports]
-
-    return LSHSelfAttention(WIDTH, heads=HEADS, bucket_size=64, n_hashes=4)
-
-
-def _performer(n: int) -> nn.Module:
-    from performer_pytorch import SelfAttention  # pyright: ignore[reportMissingImports]
-
-    return SelfAttention(WIDTH, heads=HEADS)
+def _linformer_pytorch(layer: Any, n: int) -> nn.Module:
+    get_ef = resolve_name("linformer_pytorch.linformer_pytorch:get_EF")
+    e, f = get_ef(n, RANK), get_ef(n, RANK)
+    return layer(n, DIM_HEAD, WIDTH, RANK, HEADS, 0.0, "C0", "layerwise", e, f, False, None)
 
 
-def _nystrom(n: int) -> nn.Module:
-    from nystrom_attention import NystromAttention  # pyright: ignore[reportMissingImports]
-
-    return NystromAttention(WIDTH, dim_head=WIDTH // HEADS, heads=HEADS, num_landmarks=RANK, residual=False)
+def _nystrom(layer: Any, n: int) -> nn.Module:
+    return layer(WIDTH, dim_head=DIM_HEAD, heads=HEADS, num_landmarks=RANK, residual=False)
 
 
-def _local(n: int) -> nn.Module:
-    from local_attention import LocalMHA  # pyright: ignore[reportMissingImports]
-
+def _local(layer: Any, n: int) -> nn.Module:
     # one window back and one ahead of 43 is as near to 128 neighbours as it comes
-    return LocalMHA(dim=WIDTH, window_size=43, dim_head=WIDTH // HEADS, heads=HEADS, causal=False)
+    return layer(dim=WIDTH, window_size=43, dim_head=DIM_HEAD, heads=HEADS, causal=False)
 
 
-def _linear(n: int) -> nn.Module:
-    from linear_attention_transformer.linear_attention_transformer import (  # pyright: ignore[reportMissingImports]
-        SelfAttention,
-    )
-
-    return SelfAttention(WIDTH, HEADS)
+def _reformer(layer: Any, n: int) -> nn.Module:
+    return layer(WIDTH, heads=HEADS, bucket_size=64, n_hashes=4)
 
 
-def _x_transformers(n: int) -> nn.Module:
-    from x_transformers import Attention  # pyright: ignore[reportMissingImports]
-
-    layer = Attention(WIDTH, dim_head=WIDTH // HEADS, heads=HEADS, flash=True)
-    return _SelfAttention(layer, lambda layer, x: out[0] if isinstance(out := layer(x), tuple) else out)
-
-
+LINEAR = "linear_attention_transformer.linear_attention_transformer:SelfAttention"
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("torch.nn.MultiheadAttention", "softmax", "torch", "torch", _torch, 16384),
-        Peer("x-transformers (flash)", "softmax", "x_transformers", "x-transformers", _x_transformers, 16384),
-        Peer("linformer", "projected 256", "linformer", "linformer", _linformer),
-        Peer("linformer-pytorch", "projected 256", "linformer_pytorch", "linformer-pytorch", _linformer_pytorch),
-        Peer("reformer-pytorch", "hashed", "reformer_pytorch", "reformer-pytorch", _reformer),
-        Peer("performer-pytorch", "efficient", "performer_pytorch", "performer-pytorch", _performer),
+        Peer("torch.nn.MultiheadAttention", "softmax", "torch.nn:MultiheadAttention", _torch, 16384),
+        Peer("x-transformers (flash)", "softmax", "x_transformers:Attention", _x_transformers, 16384),
         Peer(
-            "linear-attention-transformer",
-            "efficient",
-            "linear_attention_transformer",
-            "linear-attention-transformer",
-            _linear,
+            "linformer",
+            "projected 256",
+            "linformer:LinformerSelfAttention",
+            lambda layer, n: layer(WIDTH, n, k=RANK, heads=HEADS),
         ),
-        Peer("nystrom-attention", "nystrom 256", "nystrom_attention", "nystrom-attention", _nystrom),
-        Peer("local-attention", "window 128", "local_attention", "local-attention", _local),
+        Peer("linformer-pytorch", "projected 256", "linformer_pytorch:MHAttention", _linformer_pytorch),
+        Peer("reformer-pytorch", "hashed", "reformer_pytorch:LSHSelfAttention", _reformer),
+        Peer(
+            "performer-pytorch",
+            "efficient",
+            "performer_pytorch:SelfAttention",
+            lambda layer, n: layer(WIDTH, heads=HEADS),
+        ),
+        Peer("linear-attention-transformer", "efficient", LINEAR, lambda layer, n: layer(WIDTH, HEADS)),
+        Peer("nystrom-attention", "nystrom 256", "nystrom_attention:NystromAttention", _nystrom),
+        Peer("local-attention", "window 128", "local_attention:LocalMHA", _local),
     )
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,24 +74,19 @@ def _scaling(options: argparse.Namespace) -> int:
             seconds=20.0 if options.quick else 60.0,
             together=options.quick,
         )
-    files = [out / "scaling.json", *_figure(scaling, out / "scaling.svg")]
+    files = [out / "scaling.json"]
     write_json(files[0], scaling.to_dict())
+    with suppress(ImportError):  # matplotlib is an extra
+        from headwise.bench.scaling_figure import draw_scaling
+
+        draw_scaling(scaling, out / "scaling.svg")
+        files.append(out / "scaling.svg")
     if options.json:
         print(json_text(scaling.to_dict()))
         return 0
     _print_scaling(scaling)
     print("wrote", ", ".join(map(str, files)))
     return 0
-
-
-def _figure(scaling: Scaling, path: Path) -> list[Path]:
-    try:
-        from headwise.bench.scaling_figure import draw_scaling
-
-        draw_scaling(scaling, path)
-    except ImportError:
-        return []  # matplotlib is an extra
-    return [path]
 
 
 def _print_scaling(scaling: Scaling) -> None:

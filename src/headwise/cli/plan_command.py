@@ -8,16 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.cli.options import (
-    add_inputs,
-    add_json,
-    add_model,
-    add_output,
-    check_at_least,
-    is_quiet,
-    load,
-    make_inputs,
-)
+from headwise.cli import options as shared
 from headwise.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         "texts, chosen by others, tested on the rest.",
         epilog="Then: headwise rewrite MODEL --plan DIR -o NEW",
     )
-    add_model(parser)
-    add_inputs(parser, texts=None, texts_default="28; with --quick 12", kinds=("images",))
+    shared.add_model(parser)
+    shared.add_inputs(parser, texts=None, texts_default="28; with --quick 12", kinds=("images",))
     parser.add_argument(
         "--tolerance", type=float, default=0.05, metavar="T", help="largest drift allowed (default: %(default)s)"
     )
@@ -71,11 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--transfer", type=int, default=0, metavar="STEPS", help="train the chosen operators for STEPS more steps"
     )
-    add_output(parser, default="headwise-plan")
+    shared.add_output(parser, default="headwise-plan")
     parser.add_argument("--report", type=Path, metavar="DIR", help="add the plan to the report of examine there")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--seed", type=int, default=0, help="of the split of the texts, the fits and the search")
-    add_json(parser, "the plan")
+    shared.add_json(parser, "the plan")
     return parser
 
 
@@ -84,16 +75,16 @@ def _plan(options: argparse.Namespace, partial: Path, command: str) -> Plan:
     from headwise.replacement import Effort, plan
     from headwise.replacement.planning.make_plan import QUICK
 
-    check_at_least(options, transfer=0)
+    shared.check_at_least(options, transfer=0)
     if options.texts is None:
         options.texts = 12 if options.quick else 28
-    loaded = load(options)
-    inputs = make_inputs(options, loaded)
+    loaded = shared.load(options)
+    inputs = shared.make_inputs(options, loaded)
     if options.report is not None and not (options.report / "report.json").is_file():
         raise InputError(f"--report {options.report}: has no report.json; run `headwise examine -o DIR` first")
     if not options.resume:
         shutil.rmtree(partial, ignore_errors=True)
-    with bars(quiet=is_quiet(options)) as progress:
+    with bars(quiet=shared.is_quiet(options)) as progress:
         return plan(
             loaded.model,
             inputs.batches,

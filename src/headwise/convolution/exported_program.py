@@ -7,10 +7,11 @@ mode `exact` run as torch convolutions, so they are exported as such; the heads 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -72,13 +73,14 @@ def _convert_nodes(module: GraphModule, mode: Mode) -> tuple[list[Receipt], list
             left.append(Left(node.name, WHY_NOT_TRANSPOSED))
         if node.op != "call_function" or node.target not in AXES:
             continue
-        sources = {"weight": _argument(node, 1, "weight", None), "bias": _argument(node, 2, "bias", None)}
+        sources = {"weight": _argument(node, 1, "weight"), "bias": _argument(node, 2, "bias")}
         computed = [name for name, value in sources.items() if value is not None and value.op != "get_attr"]
         if computed:
             left.append(Left(node.name, f"its {' and '.join(computed)} are computed by the program, not stored"))
             continue
         stored = {name: str(value.target) for name, value in sources.items() if value is not None}
-        weight, bias = _get(module, stored["weight"]), _get(module, stored["bias"]) if "bias" in stored else None
+        weight = attrgetter(stored["weight"])(module)
+        bias = attrgetter(stored["bias"])(module) if "bias" in stored else None
         geometry = _geometry(node, weight)
         key = (*stored.values(), geometry)
         if key not in layer_names:  # a convolution called twice stays one layer
@@ -91,7 +93,7 @@ def _convert_nodes(module: GraphModule, mode: Mode) -> tuple[list[Receipt], list
             module.add_submodule(layer_names[key], layer)
             parts.append(receipt)
         with module.graph.inserting_after(node):
-            call = module.graph.call_module(layer_names[key], (_argument(node, 0, "input", None),))
+            call = module.graph.call_module(layer_names[key], (_argument(node, 0, "input"),))
             call.meta = dict(node.meta)
         node.replace_all_uses_with(call)
         module.graph.erase_node(node)
@@ -116,18 +118,13 @@ def _geometry(node: Node, weight: Tensor) -> ConvolutionGeometry:
     )
 
 
-def _argument(node: Node, place: int, name: str, default: Any) -> Any:
+def _argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 def _each(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
     entries = (value,) if isinstance(value, int) else tuple(value)
     return entries * axes if len(entries) == 1 else entries
-
-
-def _get(module: nn.Module, name: str) -> Tensor:
-    owner, _, attribute = name.rpartition(".")
-    return getattr(module.get_submodule(owner), attribute)
 
 
 def _dynamic_shapes(program: ExportedProgram, args: Any, kwargs: Any) -> Any:

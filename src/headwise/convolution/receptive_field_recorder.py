@@ -15,13 +15,13 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import InputError, needs_extra
 from headwise.nn.relative_attention import RelativeAttention
@@ -36,23 +36,17 @@ FieldsByLayer = Mapping[str, Sequence[ReceptiveField]]
 
 def model_receptive_fields(model: nn.Module, sample: Tensor) -> dict[str, list[ReceptiveField]]:
     """Receptive fields of every RelativeAttention layer by its name, at the map sizes that `sample` gives."""
-    grids: dict[str, tuple[int, ...]] = {}
+    names = {layer: name for name, layer in model.named_modules() if isinstance(layer, RelativeAttention)}
+    grids: dict[RelativeAttention, tuple[int, ...]] = {}
 
-    def record_grid(name: str, layer: RelativeAttention) -> RemovableHandle:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            grids[name] = tuple(inputs[0].shape[-layer.geometry.axes :])
+    def record_grid(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        grids[layer] = tuple(inputs[0].shape[-layer.geometry.axes :])
 
-        return layer.register_forward_pre_hook(hook)
-
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RelativeAttention)}
-    hooks = [record_grid(name, layer) for name, layer in layers.items()]
-    try:
-        with torch.no_grad():
-            model(sample)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {name: layer_receptive_fields(layers[name], grid) for name, grid in grids.items()}
+    with torch.no_grad(), ExitStack() as hooks:
+        for layer in names:
+            hooks.enter_context(layer.register_forward_pre_hook(record_grid))
+        model(sample)
+    return {names[layer]: layer_receptive_fields(layer, grid) for layer, grid in grids.items()}
 
 
 def layer_receptive_fields(layer: nn.Module, grid: tuple[int, ...]) -> list[ReceptiveField]:

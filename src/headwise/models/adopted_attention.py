@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
 from headwise.nn.drop_in import DropIn
-from headwise.nn.multihead import MultiHead
+from headwise.nn.multihead import MultiHead, multihead_from
 from headwise.operators.masks import Mask
 
 
@@ -111,25 +111,9 @@ class AdoptedGpt2Attention(nn.Module):
 @torch.no_grad()
 def _multihead(heads: int, scaling: float, parts: list[tuple[Tensor, Tensor | None]]) -> MultiHead:
     """Queries, keys, values and output as (weight, bias); a scale other than 1/sqrt(k) goes into the queries."""
-    weight, bias = parts[0]
-    total, width = weight.shape
-    layer = MultiHead(
-        width,
-        heads,
-        key_width=total // heads,
-        value_width=parts[2][0].shape[0] // heads,
-        bias=bias is not None,
-        out_bias=parts[3][1] is not None,
-        out_width=parts[3][0].shape[0],
-    ).to(weight)
-    stretch = scaling * math.sqrt(total // heads)
-    for linear, (w, b) in zip((layer.query, layer.key, layer.value, layer.out), parts, strict=True):
-        factor = stretch if linear is layer.query else 1.0
-        linear.weight.copy_(w * factor)
-        linear.weight.requires_grad_(w.requires_grad)
-        if b is not None:
-            linear.bias.copy_(b * factor)
-            linear.bias.requires_grad_(b.requires_grad)
+    layer = multihead_from(parts, heads)
+    for parameter in layer.query.parameters():
+        parameter *= scaling * math.sqrt(layer.key_widths[0])
     return layer
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError, UnsupportedError, needs_extra
 from headwise.models.factory import call_factory
-from headwise.nn.multihead import MultiHead
+from headwise.nn.multihead import MultiHead, multihead_from
 from headwise.theory.stack import Stack, layer_of
 
 LAYOUTS = (
@@ -154,11 +154,8 @@ def _layer(
         if heads < 1 or total % heads:
             raise InputError(f"{name}: width {total} cannot be split over {heads} heads")
         widths.append([total // heads] * heads)
-    layer = MultiHead(width, len(widths[0]), key_width=widths[0], value_width=widths[1])
-    for linear, (weight, bias) in zip((layer.query, layer.key, layer.value, layer.out), parts, strict=True):
-        linear.weight.data = weight
-        linear.bias.data = weight.new_zeros(len(weight)) if bias is None else bias
-    return layer
+    filled = [(weight, weight.new_zeros(len(weight)) if bias is None else bias) for weight, bias in parts]
+    return multihead_from(filled, len(widths[0]), key_width=widths[0], value_width=widths[1])
 
 
 def _parts(

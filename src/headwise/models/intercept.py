@@ -137,12 +137,9 @@ def intercept(
             torch.backends.mha.set_fastpath_enabled(False)
             undo.callback(torch.backends.mha.set_fastpath_enabled, True)
         for name, module in model.named_modules():
-            enter = functools.partial(_enter, state, name)
-            for handle in (
-                module.register_forward_pre_hook(enter, with_kwargs=True, prepend=False),
-                module.register_forward_hook(functools.partial(_leave, state), always_call=True),
-            ):
-                undo.callback(handle.remove)
+            enter, leave = functools.partial(_enter, state, name), functools.partial(_leave, state)
+            undo.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            undo.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,9 @@ def save_preprocessor(loaded: LoadedModel, directory: Path) -> None:
         return
     transformers = transformers_library()
     for auto_class in (transformers.AutoTokenizer, transformers.AutoImageProcessor, transformers.AutoFeatureExtractor):
-        try:
+        with suppress(Exception):  # a model has one of them, or none
             loaded.preprocessor(auto_class).save_pretrained(directory)
-        except Exception:  # a model has one of them, or none
-            continue
-        return
+            return
 
 
 def transformers_library() -> Any:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from headwise.cost import Cost
 from headwise.errors import InputError
+from headwise.models.run import eval_mode
 from headwise.testing.counting import count_multiply_adds
 
 
@@ -58,18 +59,13 @@ class Receipt:
 
 def evaluate(module: nn.Module, probe: Tensor) -> object:
     """module(probe) in evaluation mode without gradients; training flags are restored afterwards."""
-    training = [(part, part.training) for part in module.modules()]
-    module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), eval_mode(module):
             return module(probe)
     except RuntimeError as error:
         raise InputError(
             f"{type(module).__name__} does not run on a probe of shape {tuple(probe.shape)}: {error}"
         ) from error
-    finally:
-        for part, flag in training:
-            part.training = flag
 
 
 def largest_change(old: Callable[[], object], new: Callable[[], object]) -> tuple[float, float]:

@@ -95,9 +95,7 @@ def hidden_states(blocks: dict[str, nn.Module], measure: Callable[[Tensor], T], 
 
         return after
 
-    handles = [module.register_forward_hook(hook(name), with_kwargs=True) for name, module in blocks.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in blocks.items():
+            hooks.enter_context(module.register_forward_hook(hook(name), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -8,8 +8,8 @@ does not depend on h when the heads share a fixed total width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Iterator, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class MultiHead(AttentionLayer):
         return keys_from, values_from
 
     @classmethod
-    @torch.no_grad()
+    @torch.enable_grad()  # parts of a packed weight are frozen only if it is
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiHead:
         """The same function as `module` with copies of its weights; inputs and outputs are batch first.
 
@@ -107,24 +107,11 @@ class MultiHead(AttentionLayer):
                 f"MultiHead.from_torch: dropout {module.dropout} on P makes a different operator in every call; "
                 "call .eval() or set dropout = 0 first"
             )
-        width = module.embed_dim
-        layer = cls(
-            width,
-            module.num_heads,
-            bias=module.in_proj_bias is not None,
-            out_bias=module.out_proj.bias is not None,
-            context_width=(module.kdim, module.vdim),
-        ).to(module.out_proj.weight)
-        packed, bias = module.in_proj_weight, module.in_proj_bias
-        for i, (part, linear) in enumerate({"q": layer.query, "k": layer.key, "v": layer.value}.items()):
-            rows = slice(i * width, (i + 1) * width)
-            weight = getattr(module, f"{part}_proj_weight") if packed is None else packed
-            _fill(linear.weight, weight if packed is None else packed[rows], like=weight)
-            if bias is not None:
-                _fill(linear.bias, bias[rows], like=bias)
-        for name, parameter in module.out_proj.named_parameters():
-            _fill(getattr(layer.out, name), parameter, like=parameter)
-        return layer.train(module.training)
+        packed, bias, out = module.in_proj_weight, module.in_proj_bias, module.out_proj
+        separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        weights = separate if packed is None else packed.chunk(3)
+        parts = zip((*weights, out.weight), (*((None,) * 3 if bias is None else bias.chunk(3)), out.bias), strict=True)
+        return multihead_from(list(parts), module.num_heads).train(module.training)
 
     @torch.no_grad()
     def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
@@ -180,6 +167,17 @@ class MultiHead(AttentionLayer):
             )
 
 
-def _fill(parameter: Tensor, value: Tensor, *, like: Tensor) -> None:
-    parameter.copy_(value)
-    parameter.requires_grad_(like.requires_grad)  # a frozen weight stays frozen
+def multihead_from(parts: Sequence[tuple[Tensor, Tensor | None]], heads: int, **options: Any) -> MultiHead:
+    """The layer with copies of (weight, bias) of queries, keys, values and output; what is frozen stays frozen."""
+    (query, bias), (key, _), (value, _), (out, out_bias) = parts
+    widths = {"key_width": len(key) // heads, "value_width": len(value) // heads, "out_width": len(out)}
+    context_width = (key.shape[1], value.shape[1])
+    options = {"bias": bias is not None, "out_bias": out_bias is not None, **widths, **options}
+    layer = MultiHead(query.shape[1], heads, context_width=context_width, **options).to(query)
+    with torch.no_grad():
+        for linear, tensors in zip((layer.query, layer.key, layer.value, layer.out), parts, strict=True):
+            for parameter, tensor in zip((linear.weight, linear.bias), tensors, strict=True):
+                if tensor is not None:
+                    parameter.copy_(tensor)
+                    parameter.requires_grad_(tensor.requires_grad)
+    return layer

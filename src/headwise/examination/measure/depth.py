@@ -60,7 +60,7 @@ def _curve(model: nn.Module, batch: Batch, name: str) -> list[float]:
     with torch.no_grad(), ExitStack() as undo:
         for block in blocks.values():
             for handle in _switch_off(block, skip=not skip, mlp=not mlp):
-                undo.callback(handle.remove)
+                undo.enter_context(handle)
         undo.enter_context(hidden_states(blocks, lambda x: relative_residual(x[0]).item(), states))
         run_model(model, batch)
     return list(states.values())

@@ -170,13 +170,11 @@ def _output_projections(model: nn.Module, unprojected: list[_SiteMeasurement]) -
         if args[0].shape[-1] == h * d == weight.shape[0]:
             _project(unprojected, weight)
 
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    handles = [module.register_forward_pre_hook(before) for module in linear]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+                hooks.enter_context(module.register_forward_pre_hook(before))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _layer_measures(x: Tensor) -> dict[str, float]:

@@ -63,9 +63,14 @@ class _Recorder(TorchFunctionMode):
 class _Replayer(TorchFunctionMode):
     """Runs the model on copies 0 ... L, with nonlinear parts held, from the input of the first block on."""
 
-    def __init__(self, held: list[Any], copies: int, *, gate: bool) -> None:
-        self.held, self.copies, self.gate = iter(held), copies, gate
+    def __init__(self, held: list[Any], start: Tensor, *, gate: bool) -> None:
+        self.held, self.start, self.copies, self.gate = iter(held), start, len(start), gate
         self.started = False
+
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Hook of the first block, which receives `start` in place of its input."""
+        self.started = True
+        return ((self.start, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": self.start})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -125,46 +130,23 @@ def by_length(model: nn.Module, batch: Batch) -> dict[str, Any]:
         recorder = _Recorder()
         with torch.no_grad(), recorder, _ends(blocks) as ends:
             run_model(double, text)
-        start, true = ends["in"], ends["out"]
+        true = ends["out"][0]
+        start = torch.cat([ends["in"], ends["in"].new_zeros(copies - 1, *ends["in"].shape[1:])])
+        many = map_batch(lambda x: x.expand(copies, *x.shape[1:]) if x.dim() and x.shape[0] == 1 else x, text)
         errors = []
         for gate in (True, False):
-            groups = _replay(double, blocks, text, recorder.held, copies, start, gate=gate)
-            error = ((groups.sum(0) - true[0]).norm() / true.norm()).item()
-            errors.append(error)
-            if error <= EXACT:
-                return _described(groups, true[0], error)
+            replayer = _Replayer(recorder.held, start, gate=gate)
+            begin = next(iter(blocks.values())).register_forward_pre_hook(replayer.begin, with_kwargs=True)
+            with torch.no_grad(), begin, replayer, _ends(blocks) as ends:
+                run_model(double, many)
+            errors.append(((ends["out"].sum(0) - true).norm() / true.norm()).item())
+            if errors[-1] <= EXACT:
+                return _described(ends["out"], true, errors[-1])
     except (RuntimeError, StopIteration, KeyError, TypeError, IndexError, ValueError) as problem:
         why = f"{type(model).__name__} cannot be replayed on copies of its input ({str(problem).splitlines()[0][:120]})"
         return {"supported": False, "why": why}
     why = f"the paths of {type(model).__name__} miss its output by {min(errors):.1e}: a part of it is not linear"
     return {"supported": False, "why": why}
-
-
-def _replay(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    batch: Batch,
-    held: list[Any],
-    copies: int,
-    start: Tensor,
-    *,
-    gate: bool,
-) -> Tensor:
-    replayer = _Replayer(held, copies, gate=gate)
-    many = map_batch(lambda x: x.expand(copies, *x.shape[1:]) if x.dim() and x.shape[0] == 1 else x, batch)
-    first = torch.cat([start, start.new_zeros(copies - 1, *start.shape[1:])])
-
-    def begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        replayer.started = True
-        return ((first, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": first})
-
-    handle = next(iter(blocks.values())).register_forward_pre_hook(begin, with_kwargs=True)
-    try:
-        with torch.no_grad(), replayer, _ends(blocks) as ends:
-            run_model(model, many)
-    finally:
-        handle.remove()
-    return ends["out"]
 
 
 @contextmanager
@@ -179,15 +161,8 @@ def _ends(blocks: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     def after(module: nn.Module, args: tuple, output: Any) -> None:
         ends["out"] = output[0] if isinstance(output, (tuple, list)) else output
 
-    handles = [
-        modules[0].register_forward_pre_hook(before, with_kwargs=True),
-        modules[-1].register_forward_hook(after),
-    ]
-    try:
+    with modules[0].register_forward_pre_hook(before, with_kwargs=True), modules[-1].register_forward_hook(after):
         yield ends
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _described(groups: Tensor, true: Tensor, error: float) -> dict[str, Any]:

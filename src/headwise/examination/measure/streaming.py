@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.operators._kernels import limits
@@ -89,10 +90,7 @@ class HeadSums:
 
     def profile(self) -> Tensor:
         """(h, 2 REACH + 1) mean weight at offsets -REACH ... REACH."""
-        profile = self.offset_mass.new_zeros(len(self.offset_mass), 2 * REACH + 1)
-        low, high = max(0, self.m - 1 - REACH), min(self.m + self.n - 1, self.m + REACH)
-        profile[:, low - (self.m - 1 - REACH) : high - (self.m - 1 - REACH)] = self.offset_mass[:, low:high]
-        return profile
+        return F.pad(self.offset_mass, (REACH + 1 - self.m, REACH + 1 - self.n))  # a negative number cuts off
 
 
 class Workspace:

@@ -39,18 +39,18 @@ def draw(examination: Examination) -> dict[str, bytes]:
 
     measure = "effective_rank" if "effective_rank" in examination.records[0].measures else "entropy"
     drawings: dict[str, Callable[[Any], None]] = {
-        "kinds": lambda figure: _kinds(figure, examination),
-        measure.replace("_", "-"): lambda figure: _map(figure, examination, measure),
+        "kinds": lambda axes: _kinds(axes, examination),
+        measure.replace("_", "-"): lambda axes: _map(axes, examination, measure),
     }
     if examination.ablations.get("supported"):
-        drawings["collapse"] = lambda figure: _collapse(figure, examination)
+        drawings["collapse"] = lambda axes: _collapse(axes, examination)
     if examination.paths.get("supported"):
-        drawings["paths"] = lambda figure: _paths(figure, examination)
+        drawings["paths"] = lambda axes: _paths(axes, examination)
     files: dict[str, bytes] = {}
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         for name, drawing in drawings.items():
             figure = Figure(figsize=(6, 3.4), layout="constrained")
-            drawing(figure)
+            drawing(figure.subplots())
             for suffix in ("svg", "png"):
                 content = io.BytesIO()
                 metadata = {"Date": None} if suffix == "svg" else None
@@ -59,8 +59,7 @@ def draw(examination: Examination) -> dict[str, bytes]:
     return files
 
 
-def _kinds(figure: Any, examination: Examination) -> None:
-    axes = figure.subplots()
+def _kinds(axes: Any, examination: Examination) -> None:
     layers = len(examination.sites)
     below = [0] * layers
     for kind in KINDS:
@@ -72,27 +71,24 @@ def _kinds(figure: Any, examination: Examination) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
-def _map(figure: Any, examination: Examination, name: str) -> None:
-    axes = figure.subplots()
+def _map(axes: Any, examination: Examination, name: str) -> None:
     heads = max(site["heads"] for site in examination.sites)
     grid = [[float("nan")] * heads for _ in examination.sites]
     for record in examination.records:
         grid[record.site][record.head] = record.measures[name].mean
     image = axes.imshow(grid, cmap="cividis", aspect="auto")
     axes.set(xlabel="head", ylabel="layer", title=name.replace("_", " "))
-    figure.colorbar(image, ax=axes)
+    axes.figure.colorbar(image, ax=axes)
 
 
-def _collapse(figure: Any, examination: Examination) -> None:
-    axes = figure.subplots()
+def _collapse(axes: Any, examination: Examination) -> None:
     for (name, curve), style in zip(examination.ablations["curves"].items(), ("-", "--", ":", "-."), strict=False):
         axes.semilogy(curve, style, marker="o", markersize=3, label=name)
     axes.set(xlabel="layer", ylabel="relative residual", title="Relative residual by layer")
     axes.legend(frameon=False)
 
 
-def _paths(figure: Any, examination: Examination) -> None:
-    axes = figure.subplots()
+def _paths(axes: Any, examination: Examination) -> None:
     axes.bar(examination.paths["lengths"], examination.paths["share"], color="#0072B2")
     axes.axhline(0, color="black", linewidth=0.5)
     axes.set(xlabel="attention layers on the path", ylabel="share of the output", title="Contribution by path length")
