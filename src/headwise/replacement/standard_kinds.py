@@ -150,14 +150,20 @@ def _near_far_candidates(length: int, quick: bool) -> list[Options]:
 # ---- all keys at linear cost ----
 
 
-@torch.compiler.assume_constant_result
-def _rotations(width: int, buckets: float, rounds: int) -> Tensor:
-    return random_rotations(width, buckets, rounds, generator=torch.Generator().manual_seed(0))
+@torch.library.custom_op("headwise::hash_rotations", mutates_args=())
+def _rotations(q: Tensor, buckets: float, rounds: int) -> Tensor:
+    """The same rotations in every call; torch.compile cannot trace a generator, so this is an operator of its own."""
+    return random_rotations(q.shape[-1], buckets, rounds, generator=torch.Generator().manual_seed(0)).to(q)
+
+
+@_rotations.register_fake
+def _(q: Tensor, buckets: float, rounds: int) -> Tensor:
+    return random_rotations(q.shape[-1], buckets, rounds).to(q)
 
 
 def _hashed(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     rounds, chunk, heads = options["rounds"], options["chunk"], x.q.shape[1]
-    rotations = _rotations(x.q.shape[-1], x.n / chunk, rounds).to(x.q)
+    rotations = _rotations(x.q.detach(), x.n / chunk, rounds)
     k = x.k if x.k.shape[1] == heads else x.k.repeat_interleave(heads // x.k.shape[1], 1)
     return hashed(x.q, k, rotations, rounds=rounds, chunk=chunk, scale=x.scale, **x.masks)
 
