@@ -284,7 +284,7 @@ def near_far(
     """Keys of the query's block and of those beside it (causal: before it) one by one, the others through r features.
 
     a, b     (*batch, r, k): query and key sides of the features; c (*batch, r) their log weights
-    leading   so many first keys are near to every query; as queries they attend to every key (causal: before them)
+    leading   number of first keys that are near to every query; as queries they attend to all keys (causal: earlier)
     key_mask  boolean (*batch, n), True = attend; with padding at the end, real rows equal the shorter sequence's
 
     >>> q, a = torch.zeros(12, 2), torch.zeros(1, 2)  # scores are equal, and one feature with a = b = 0 is exact

@@ -45,7 +45,7 @@ def window(
 ) -> Window:
     """Each query attends to `width` keys: itself, width // 2 before, the rest after; causal, itself and those before.
 
-    leading   so many first positions are global: every query attends to them, they to all (causal: before them)
+    leading   number of first positions that are global: every query attends to them, they to all (causal: earlier)
     key_mask  boolean (*batch, n), True = attend; with padding at the end, real rows equal the shorter sequence's
 
     The last query is at the last key (position i + n - m for query i), so one new query against a cache works.
