@@ -7,6 +7,7 @@ import math
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from headwise.cli.options import MODEL_HELP, add_json, add_output, check_at_least, is_quiet
@@ -204,8 +205,9 @@ def _tensors(path: Path) -> tuple[Any, Any, Any]:
     try:
         saved = torch.load(path, weights_only=True)
         return saved["q"], saved["k"], saved["v"]
-    except (OSError, KeyError, TypeError, RuntimeError) as error:
-        raise InputError(f"{path}: needs a dictionary of tensors q, k and v saved by torch.save ({error})") from error
+    except (OSError, KeyError, TypeError, RuntimeError, UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"{path}: needs a dictionary of tensors q, k and v saved by torch.save ({reason})") from error
 
 
 def _lengths(requested: list[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
