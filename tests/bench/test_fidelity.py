@@ -44,5 +44,5 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="needs a dictionary of tensors q, k and v"):
         run(["fidelity", "--tensors", str(tmp_path / "x.pt")])
     (tmp_path / "x.py").write_text("print(1)")
-    with pytest.raises(InputError, match="x.py: needs a dictionary of tensors q, k and v"):
+    with pytest.raises(InputError, match=r"x\.py: needs a dictionary of tensors q, k and v"):
         run(["fidelity", "--tensors", str(tmp_path / "x.py")])
