@@ -10,50 +10,19 @@ import pytest
 import torch
 
 from headwise.examination import Record, examine
-from headwise.examination.measure.observe import ExaminedSite, Measurement
-from headwise.examination.record import Examination, Mode
-from headwise.examination.summary import summarise
+from headwise.examination.measure.observe import Measurement
+from headwise.examination.record import Mode
+from tests.examination.measured import examination, text
 from tests.models.tiny_models import ALL, sharpen
 
-HEAD = {
-    "entropy_share": 0.5,
-    "toeplitz_error": 0.9,
-    "best_offset": -1.0,
-    "best_offset_mass": 0.1,
-    "sink_mass": 0.1,
-    "sink_position": 0.0,
-    "mass_within_16": 0.2,
-}
 SINK = {"sink_mass": 0.6}
 SHIFT = {"best_offset_mass": 0.8}
-
-
-def text(spectrum: dict[str, float] | None = None, n: int = 512, **numbers: float) -> Measurement:
-    """One head measured on one text of n tokens."""
-    wide = lambda x: {name: torch.tensor([value], dtype=torch.float64) for name, value in x.items()}  # noqa: E731
-    return Measurement(
-        sites=[ExaminedSite("layer.0", "self", False, 1, 1, 8, 8, None)],
-        lengths=[(n, n)],
-        numbers=wide({**HEAD, **numbers}),
-        profile=torch.zeros(1, 129),
-        redundancy=torch.ones(1, 1),
-        layers={},
-        blocks=[],
-        spectral=wide(spectrum or {}),
-        leading=torch.ones(1, 4, dtype=torch.float64) if spectrum else None,
-    )
-
-
-def examination(*texts: Measurement) -> Examination:
-    return summarise(texts, model={}, inputs={}, provenance={}, excerpt={})
+LOW, HIGH = {"output_error_64": 0.01}, {"output_error_64": 0.5}
 
 
 def record(*texts: Measurement) -> Record:
     (found,) = examination(*texts).records
     return found
-
-
-LOW, HIGH = {"output_error_64": 0.01}, {"output_error_64": 0.5}
 
 
 def test_a_text_without_spectra_is_not_counted_as_low_rank() -> None:
