@@ -47,13 +47,15 @@ def test_a_factory_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert "8 heads" in printed
     assert "report.html" in printed
     assert "most unusual" in printed
+    assert "judged on 3 texts of 40 tokens" in printed
+    assert "1 of 3 texts have spectra" in printed
     facts = json.loads((tmp_path / "report.json").read_text())
     assert facts["ablations"]["supported"]
     assert facts["paths"]["supported"]
     assert facts["provenance"]["command"].startswith("headwise examine python:")
     page = (tmp_path / "report.html").read_text()
     assert "http://www.w3.org" in page
-    assert page.count("http") == page.count("http://www.w3.org")
+    assert page.count("://") == page.count("http://www.w3.org")
     figures = {path.name for path in (tmp_path / "figures").iterdir()}
     assert {"kinds.svg", "kinds.png", "effective-rank.svg", "collapse.svg", "paths.png"} <= figures
     assert not (tmp_path / ".unfinished").exists()

@@ -7,8 +7,9 @@ the blocks of the model.  A block is a member of a list (`nn.ModuleList`, `nn.Se
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from headwise.examination.measure.head_measures import HeadProjection, evaluate,
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
-from headwise.models.run import Batch, blocks_of, hidden_states, run_model
+from headwise.models.run import Batch, blocks_of, hidden_states, map_batch, run_model
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
 from headwise.shapes import filled
@@ -56,6 +57,7 @@ class Measurement:
     spectral: dict[str, Tensor] = field(default_factory=dict)
     leading: Tensor | None = None  # singular values
     spectra_exact: bool = True
+    digest: str = ""  # of the batch and the place of the sequence in it: equal for equal texts
 
 
 class _SiteMeasurement:
@@ -131,7 +133,8 @@ def observe(
         run_model(model, batch)
     if not by_sequence:
         raise nothing_seen(model)
-    return [_measurement(b, sites, states) for b, sites in sorted(by_sequence.items())]
+    digest = _digest(batch)
+    return [_measurement(b, sites, states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 
 
 def _is_plain(call: AttentionCall) -> bool:
@@ -206,7 +209,22 @@ def _layer_measures(x: Tensor) -> dict[str, float]:
     }
 
 
-def _measurement(b: int, sites: list[_SiteMeasurement], states: dict[str, list[dict[str, float]]]) -> Measurement:
+def _digest(batch: Batch) -> str:
+    """SHA-256 of the names, types, sizes and values of a batch."""
+    digest = hashlib.sha256(repr(list(batch)).encode() if isinstance(batch, Mapping) else b"")
+
+    def add(x: Tensor) -> Tensor:
+        digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
+        digest.update(x.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
+        return x
+
+    map_batch(add, batch)
+    return digest.hexdigest()
+
+
+def _measurement(
+    b: int, sites: list[_SiteMeasurement], states: dict[str, list[dict[str, float]]], digest: str
+) -> Measurement:
     numbers = {}
     for name in {name: None for measured in sites for name in measured.numbers}:
         # a measure that one site lacks, such as the contribution without an output projection, is NaN there
@@ -230,6 +248,7 @@ def _measurement(b: int, sites: list[_SiteMeasurement], states: dict[str, list[d
         spectral={name: torch.cat([x.spectral[name] for x in sites]) for name in sites[0].spectral},
         leading=leading if sites[0].spectral else None,
         spectra_exact=all(x.spectra_exact for x in sites),
+        digest=digest,
     )
 
 
