@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -173,10 +174,8 @@ def test_an_interruption_while_files_are_renamed(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", replace)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             write_run(tmp_path, "new", force=True)
-        except KeyboardInterrupt:
-            pass
     if not killed:
         assert contents(tmp_path) in (of_run("old"), of_run("new"))
     with pytest.raises(InputError, match="use --force"):

@@ -109,7 +109,7 @@ def test_quantised_and_sparse_weights(kind: str) -> None:
 def test_weights_without_values_are_refused() -> None:
     net = nn.Linear(2, 2, device="meta")
     for check in (weights_hash, check_weights):
-        with pytest.raises(InputError, match="weight '(weight|bias)' is on the meta device and has no values"):
+        with pytest.raises(InputError, match=r"weight '(weight|bias)' is on the meta device and has no values"):
             check(net)
 
 
