@@ -117,7 +117,7 @@ def _print(examination: Examination, files: list[Path]) -> None:
         (
             short[record.site],
             str(record.head),
-            record.kind,
+            f"{record.kind} {record.kind_counts[record.kind]}/{record.judged}",
             _mean(record, "effective_rank", ".0f"),
             _mean(record, "output_error_64", ".1%"),
             record.description,
@@ -125,7 +125,10 @@ def _print(examination: Examination, files: list[Path]) -> None:
         for record in unusual_heads(examination.records)
     ]
     headings = ("layer", "head", "kind", "eff. rank", "rank-64 error", "description")
-    print_table(f"The {len(rows)} most unusual heads", headings, rows, words=("layer", "kind", "description"))
+    title = f"The {len(rows)} most unusual heads"
+    print_table(title, headings, rows, words=("layer", "kind", "description"))
+    spectra = f"{examination.inputs['spectra_texts']} of {examination.inputs['texts']} texts have spectra"
+    print(f"kind 2/3: two of the three texts on which it was judged; {spectra}, which give rank and error")
     for what, part in (("collapse curves", examination.ablations), ("path lengths", examination.paths)):
         if part.get("why"):
             print(f"{what} were not measured: {part['why']}")
