@@ -41,8 +41,11 @@ class Mismatch(Exception):
         return f"{'/'.join(map(str, self.path)) or 'the whole'} {self.problem}"
 
 
-def read_json(path: Path, schema: Schema, what: str) -> Any:
-    """The value in a file; `what` says in error messages which file should have been named."""
+def read_json(path: Path, schema: Schema, what: str, *, foreign: bool = False) -> Any:
+    """The value in a file; `what` says in error messages which file should have been named.
+
+    With `foreign`, NaN and Infinity pass, which are not JSON but stand in files that other Python programs write.
+    """
     try:
         if not path.is_file():  # a pipe would block
             raise InputError(f"cannot read {path}: {'not a file' if path.exists() else 'no such file'}; name {what}")
@@ -52,16 +55,15 @@ def read_json(path: Path, schema: Schema, what: str) -> Any:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}; name {what}") from error
-    return parse_json(content, schema, str(path))
+    return parse_json(content, schema, str(path), foreign=foreign)
 
 
-def parse_json(content: bytes | str, schema: Schema, where: str) -> Any:
-    """The value that JSON text describes; `where` begins error messages."""
+def parse_json(content: bytes | str, schema: Schema, where: str, *, foreign: bool = False) -> Any:
+    """The value that JSON text describes; `where` begins error messages, `foreign` is as in `read_json`."""
+    hooks = {} if foreign else {"parse_int": _integer, "parse_float": _finite, "parse_constant": _constant}
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
-        value = json.loads(
-            text, parse_int=_integer, parse_float=_finite, parse_constant=_constant, object_pairs_hook=_object
-        )
+        value = json.loads(text, object_pairs_hook=_object, **hooks)
         if re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(value, ensure_ascii=False).encode()  # raises for half a surrogate pair
         _check_depth(value)
@@ -129,9 +131,9 @@ def string(allowed: Collection[str] = ()) -> Schema:
 
     def check(value: Any) -> None:
         if not isinstance(value, str):
-            raise Mismatch(f"must be a string, but is {shown(value)}")
+            raise Mismatch(f"must be a string, but is {_shown(value)}")
         if allowed and value not in allowed:
-            raise Mismatch(f"must be {' or '.join(map(shown, allowed))}, but is {shown(value)}")
+            raise Mismatch(f"must be {' or '.join(map(_shown, allowed))}, but is {_shown(value)}")
 
     return check
 
@@ -139,7 +141,7 @@ def string(allowed: Collection[str] = ()) -> Schema:
 def boolean(value: Any) -> None:
     """true or false"""
     if not isinstance(value, bool):
-        raise Mismatch(f"must be true or false, but is {shown(value)}")
+        raise Mismatch(f"must be true or false, but is {_shown(value)}")
 
 
 def number(least: float = -math.inf, most: float = math.inf) -> Schema:
@@ -147,7 +149,7 @@ def number(least: float = -math.inf, most: float = math.inf) -> Schema:
 
     def check(value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise Mismatch(f"must be a number, but is {shown(value)}")
+            raise Mismatch(f"must be a number, but is {_shown(value)}")
         if not least <= value <= most:
             raise Mismatch(f"must be {_between(least, most)}, but is {value}")
 
@@ -160,7 +162,7 @@ def whole(least: float = -math.inf, most: float = math.inf) -> Schema:
 
     def check(value: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise Mismatch(f"must be a whole number, but is {shown(value)}")
+            raise Mismatch(f"must be a whole number, but is {_shown(value)}")
         in_range(value)
 
     return check
@@ -171,7 +173,7 @@ def version(number: int, advice: str) -> Schema:
 
     def check(value: Any) -> None:
         if value != number or isinstance(value, bool):
-            raise Mismatch(f"{shown(value)} is not {number}, which this version of headwise reads; {advice}")
+            raise Mismatch(f"{_shown(value)} is not {number}, which this version of headwise reads; {advice}")
 
     return check
 
@@ -186,7 +188,7 @@ def list_of(item: Schema) -> Schema:
 
     def check(value: Any) -> None:
         if not isinstance(value, list):
-            raise Mismatch(f"must be a list, but is {shown(value)}")
+            raise Mismatch(f"must be a list, but is {_shown(value)}")
         _check_each(enumerate(value), item)
 
     return check
@@ -236,7 +238,7 @@ def _check_each(items: Any, schema: Schema) -> None:
 
 def _check_object(value: Any) -> None:
     if not isinstance(value, dict):
-        raise Mismatch(f"must be an object with named fields, but is {shown(value)}")
+        raise Mismatch(f"must be an object with named fields, but is {_shown(value)}")
 
 
 def _between(least: float, most: float) -> str:
@@ -245,7 +247,7 @@ def _between(least: float, most: float) -> str:
     return f"at most {most}" if math.isinf(least) else f"between {least} and {most}"
 
 
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A value of JSON in an error message, shortened."""
     if isinstance(value, list | dict):
         return f"a list of {len(value)}" if isinstance(value, list) else "an object with named fields"

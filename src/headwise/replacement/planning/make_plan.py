@@ -111,6 +111,7 @@ def plan(
         length, tried = _candidates(model, sites, length, choices, quick=effort.quick)
         causal = all(site.causal for site in sites.values())
         measure, measure_name = measure_for(model, batches[0], causal=causal)
+        check_tolerance(tolerance, measure_name)
         settings = [seed, length, effort.steps, effort.texts, *map(str, tried)]
         key = fingerprint(model, {"settings": settings}, batches)
         run = _Run(
