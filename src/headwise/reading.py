@@ -183,12 +183,14 @@ def nullable(schema: Schema) -> Schema:
     return lambda value: None if value is None else schema(value)
 
 
-def list_of(item: Schema) -> Schema:
-    """[item, item, ...]"""
+def list_of(item: Schema, *, empty: bool = True) -> Schema:
+    """[item, item, ...]; with at least one item unless `empty`."""
 
     def check(value: Any) -> None:
         if not isinstance(value, list):
             raise Mismatch(f"must be a list, but is {_shown(value)}")
+        if not value and not empty:
+            raise Mismatch("must have at least one entry, but is empty")
         _check_each(enumerate(value), item)
 
     return check

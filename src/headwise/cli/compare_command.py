@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from headwise.cli.options import add_inputs, add_json, is_quiet, make_inputs
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
+from headwise.outputs import json_text
 
 
 def run(argv: list[str]) -> int:
@@ -41,12 +41,12 @@ def run(argv: list[str]) -> int:
 
     found = compare_examinations(read_report(options.a), read_report(options.b))
     if options.json:
-        print(json.dumps(found.to_dict()))
+        print(json_text(found.to_dict()))
         return 0
     print(f"{found.a} against {found.b}: {len(found.heads)} heads in both, {found.kinds_changed} changed kind.")
     if found.residual_a and found.residual_b:
-        ends = found.residual_a[-1], found.residual_b[-1]
-        print(f"Relative residual after the last layer: {ends[0]:.3g} and {ends[1]:.3g}.")
+        ends = ("unknown" if x[-1] is None else f"{x[-1]:.3g}" for x in (found.residual_a, found.residual_b))
+        print(f"Relative residual after the last layer: {' and '.join(ends)}.")
     rows = [
         (
             change.layer,
@@ -73,7 +73,7 @@ def _models(options: argparse.Namespace) -> int:
     with bar("running both models", len(batches), quiet=is_quiet(options)) as advance:
         found = compare_models(old, new, batches, progress=advance)
     if options.json:
-        print(json.dumps(found.to_dict()))
+        print(json_text(found.to_dict()))
         return 0
     rows = [
         (str(index), f"{drift:.2e}", f"{before:.3f}", f"{after:.3f}")

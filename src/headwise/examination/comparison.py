@@ -8,7 +8,6 @@ vary over texts from giving an infinite z.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,44 @@ from typing import Any
 
 from headwise.errors import InputError
 from headwise.examination.record import SCHEMA
+from headwise.reading import (
+    anything,
+    boolean,
+    fields,
+    list_of,
+    map_of,
+    nullable,
+    number,
+    read_json,
+    string,
+    version,
+    whole,
+)
+
+_MEASURED = nullable(number())  # null where there was nothing to measure
+_STATISTIC = fields(
+    {"mean": _MEASURED, "std": _MEASURED}, {"min": _MEASURED, "max": _MEASURED, "texts": whole(0)}, more=True
+)
+_RECORD = fields(
+    {"site": whole(0), "layer": string(), "head": whole(0), "kind": string(), "measures": map_of(_STATISTIC)}, more=True
+)
+REPORT_FILE = fields(
+    {
+        "schema": version(SCHEMA, "examine the model again"),
+        "model": fields({"name": string(), "class": string(), "parameters": whole(0)}, more=True),
+        "inputs": fields({"texts": whole(0)}, more=True),
+        "measures": list_of(fields({"name": string(), "compared": boolean}, more=True)),
+        "sites": list_of(fields({"name": string()}, more=True)),
+        "records": list_of(_RECORD, empty=False),
+        "layers": fields({}, {"relative_residual": list_of(_MEASURED)}, more=True),
+        "redundancy": list_of(list_of(_MEASURED)),
+        "headline": list_of(string()),
+        "provenance": map_of(anything),
+    },
+    dict.fromkeys(("ablations", "paths", "excerpt"), map_of(anything)),
+    more=True,
+)
+"""report.json, as far as it is read; docs/reference/report-json.md describes all of it."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +87,7 @@ class ExaminationComparison:
 def read_report(path: Path) -> dict[str, Any]:
     """report.json of a directory, or the file itself."""
     file = path / "report.json" if path.is_dir() else path
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"cannot read {file}: {error.strerror or error}; name a directory that `headwise examine` wrote"
-        ) from error
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON ({error}); name a report.json that `headwise examine` wrote") from error
-    if not isinstance(facts, dict) or "records" not in facts:
-        raise InputError(f"{file} is not an examination: it has no records")
-    if facts.get("schema") != SCHEMA:
-        raise InputError(
-            f"{file} has schema {facts.get('schema')}, this version reads {SCHEMA}; examine the model again"
-        )
-    return facts
+    return read_json(file, REPORT_FILE, "a report.json that `headwise examine` wrote, or its directory")
 
 
 def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationComparison:
