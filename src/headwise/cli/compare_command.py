@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwise.cli.options import add_inputs, add_json, is_quiet, make_inputs
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
 from headwise.outputs import json_text
+
+if TYPE_CHECKING:
+    from headwise.examination import ExaminationComparison
 
 
 def run(argv: list[str]) -> int:
@@ -42,26 +46,43 @@ def run(argv: list[str]) -> int:
     found = compare_examinations(read_report(options.a), read_report(options.b))
     if options.json:
         print(json_text(found.to_dict()))
-        return 0
+    else:
+        _print_examinations(found, options.heads)
+    return 0
+
+
+def _print_examinations(found: ExaminationComparison, count: int) -> None:
+    if found.differs:
+        print("These examinations differ in more than the model, and so may their heads:", *found.differs, sep="\n  ")
     print(f"{found.a} against {found.b}: {len(found.heads)} heads in both, {found.kinds_changed} changed kind.")
-    if found.residual_a and found.residual_b:
-        ends = ("unknown" if x[-1] is None else f"{x[-1]:.3g}" for x in (found.residual_a, found.residual_b))
-        print(f"Relative residual after the last layer: {' and '.join(ends)}.")
+    ends = [residuals[-1] for residuals in (found.residual_a, found.residual_b) if residuals]
+    if len(ends) == 2 and None not in ends:
+        print(f"Relative residual after the last layer: {ends[0]:.3g} and {ends[1]:.3g}.")
     rows = [
         (
             change.layer,
             str(change.head),
-            change.kind_a if change.kind_a == change.kind_b else f"{change.kind_a} → {change.kind_b}",
+            (change.kind_a if change.kind_a == change.kind_b else f"{change.kind_a} → {change.kind_b}")
+            + (" (other length)" if not change.same_length else ""),
             change.measure.replace("_", " "),
             f"{change.a:.3g}",
             f"{change.b:.3g}",
-            f"{change.z:.1f}",
+            str(change.texts_a) if change.texts_a == change.texts_b else f"{change.texts_a}, {change.texts_b}",
+            f"{change.relative:.0%}",
+            "–" if change.z is None else f"{change.z:.1f}",
         )
-        for change in found.heads[: options.heads]
+        for change in found.heads[:count]
     ]
-    headings = ("layer", "head", "kind", "measure", "A", "B", "spreads")
+    headings = ("layer", "head", "kind", "measure", "A", "B", "texts", "change", "z")
     print_table(f"The {len(rows)} heads that changed most", headings, rows, words=("layer", "kind", "measure"))
-    return 0
+    if found.ranked_by == "relative":
+        print("Sorted by relative change: one text on a side shows no spread.  Examine more texts to learn z.")
+    else:
+        way = "in pairs of the same text" if found.paired else "by Welch's t-test"
+        print(f"z: the change of the mean in standard errors, {way}, allowing for the number of texts.")
+    if found.unranked:
+        names = ", ".join(name.replace("_", " ") for name in found.unranked)
+        print(f"Left out, as measured on one text only: {names}.  Examine with --spectra-every 1 to include them.")
 
 
 def _models(options: argparse.Namespace) -> int:
