@@ -26,7 +26,6 @@ PARTIAL = ".unfinished"
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    shared.check_at_least(options, texts=1, batch=1, spectra_every=0, random_tokens=4, memory=1)
     rank, processes = _join_processes()
     is_new = not options.out.exists()
     out = writable_directory(options.out) if rank == 0 else options.out
@@ -52,7 +51,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = shared.Parser(
         prog="headwise examine",
         description="What every head of a model is doing: one HTML page, one JSON file, figures, and a table.",
         epilog="Several processes share the work: torchrun --nproc-per-node N -m headwise examine …",
@@ -60,12 +59,17 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_model(parser)
     shared.add_inputs(parser, texts=16)
     shared.add_output(parser, default="headwise-report", help="directory of the report")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="texts in one forward pass (default: 1)")
+    texts, batches, megabytes = (shared.whole_number(least, 1_000_000) for least in (1, 0, 1))
+    parser.add_argument("--batch", type=texts, default=1, metavar="B", help="texts in one forward pass (default: 1)")
     parser.add_argument(
-        "--spectra-every", type=int, default=8, metavar="K", help="spectra on every K-th batch; 0: none (default: 8)"
+        "--spectra-every",
+        type=batches,
+        default=8,
+        metavar="K",
+        help="spectra on every K-th batch; 0: none (default: 8)",
     )
-    parser.add_argument("--memory", type=int, metavar="MB", help="megabytes that blocks of P may take")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory", type=megabytes, metavar="MB", help="megabytes that blocks of P may take")
+    shared.add_seed(parser)
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--no-ablations", action="store_true", help="leave out collapse curves and path lengths")
     shared.add_json(parser)
