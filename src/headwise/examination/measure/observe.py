@@ -7,9 +7,8 @@ the blocks of the model.  A block is a member of a list (`nn.ModuleList`, `nn.Se
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
+from headwise.models.fingerprint import batch_hash
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
-from headwise.models.run import Batch, blocks_of, hidden_states, map_batch, run_model
+from headwise.models.run import Batch, blocks_of, hidden_states, run_model
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
 from headwise.shapes import filled
@@ -133,7 +133,7 @@ def observe(
         run_model(model, batch)
     if not by_sequence:
         raise nothing_seen(model)
-    digest = _digest(batch)
+    digest = batch_hash(batch)
     return [_measurement(b, sites, states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 
 
@@ -207,19 +207,6 @@ def _layer_measures(x: Tensor) -> dict[str, float]:
         "mean_cosine": (unit.square().sum().item() - n) / max(1, n * (n - 1)),
         "norm": math.sqrt(squares[0] / n),
     }
-
-
-def _digest(batch: Batch) -> str:
-    """SHA-256 of the names, types, sizes and values of a batch."""
-    digest = hashlib.sha256(repr(list(batch)).encode() if isinstance(batch, Mapping) else b"")
-
-    def add(x: Tensor) -> Tensor:
-        digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
-        digest.update(x.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
-        return x
-
-    map_batch(add, batch)
-    return digest.hexdigest()
 
 
 def _measurement(
