@@ -8,15 +8,15 @@ from torch import nn
 
 from headwise.errors import NonFiniteError
 from headwise.models.fingerprint import check_weights, fingerprint
-from headwise.models.run import eval_mode, first_sequence, run_model
+from headwise.models.run import as_it_was, first_sequence, run_model
 
 
-def test_eval_mode_restores_every_module() -> None:
+def test_as_it_was_restores_every_module() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Dropout())
     model[1].eval()
 
     def fail() -> None:
-        with eval_mode(model):
+        with as_it_was(model):
             assert not any(module.training for module in model.modules())
             raise RuntimeError("in the middle")
 

@@ -19,7 +19,7 @@ from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
 from headwise.models.fingerprint import check_weights, fingerprint, versions
-from headwise.models.run import Batch, eval_mode
+from headwise.models.run import Batch, as_it_was
 from headwise.operators._kernels import limits
 
 SPECTRA_EVERY = 8
@@ -62,7 +62,7 @@ def examine(
     if partial_results is not None:
         settings = {"seed": seed, "spectra_every": spectra_every, "measures": list(MEASURES)}
         outputs.partial_results(partial_results, fingerprint(model, settings))
-    with eval_mode(model):
+    with as_it_was(model):
         for index, batch in enumerate(batches):
             if index == 0 and rank == 0:
                 excerpt = make_excerpt(model, batch, token_names)

@@ -20,7 +20,7 @@ from headwise.growth.head_weights import by_layer, install_all
 from headwise.growth.problem import Factors, Problem
 from headwise.growth.solve import Solution, WeightPath, named_solution
 from headwise.growth.statistics import world_size
-from headwise.models.run import eval_mode
+from headwise.models.run import as_it_was
 from headwise.nn.multihead import MultiHead
 
 STEPS = tuple(0.1 * 2.0**i for i in range(9))
@@ -46,7 +46,7 @@ class SearchPoint:
 
 def measure(model: nn.Module, loss: Loss, group: dist.ProcessGroup | None = None) -> float:
     """The held-out loss, averaged over processes: evaluation mode, no gradients, always the same random state."""
-    with eval_mode(model), torch.no_grad(), torch.random.fork_rng():
+    with as_it_was(model), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         value = float(loss())
     if world_size(group) > 1:

@@ -19,7 +19,7 @@ from headwise.examination.measure.head_measures import HeadProjection, evaluate,
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
-from headwise.models.run import Batch, blocks_of, hidden_states, run_model
+from headwise.models.run import Batch, OwnHook, blocks_of, hidden_states, run_model
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
 from headwise.shapes import filled
@@ -173,7 +173,7 @@ def _output_projections(model: nn.Module, unprojected: list[_SiteMeasurement]) -
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-                hooks.enter_context(module.register_forward_pre_hook(before))
+                hooks.enter_context(module.register_forward_pre_hook(OwnHook(before)))
         yield
 
 

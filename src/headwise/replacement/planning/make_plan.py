@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwise.errors import InputError
 from headwise.models.fingerprint import check_weights, fingerprint
 from headwise.models.inputs import max_positions
-from headwise.models.run import eval_mode
+from headwise.models.run import as_it_was
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, candidates
 from headwise.replacement.planning.capture import AttentionSite, find_sites, recordings
@@ -106,7 +106,7 @@ def plan(
             f"{len(batches)}; give more text, or shorter texts"
         )
     parts = Split(*([batches[i] for i in part] for part in split(len(batches), seed)))
-    with eval_mode(model):
+    with as_it_was(model):
         sites, skipped = _find_sites(model, parts.calibration[0])
         length, tried = _candidates(model, sites, length, choices, quick=effort.quick)
         causal = all(site.causal for site in sites.values())
