@@ -43,5 +43,9 @@ def seeded(seed: int) -> Iterator[None]:
     True
     """
     with kept_random_state():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():  # torch.manual_seed would also seed devices that are not in use yet
+            torch.cuda.manual_seed_all(seed)
+        if torch.backends.mps.is_available():
+            torch.mps.manual_seed(seed)
         yield
