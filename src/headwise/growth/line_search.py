@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError, InputError
+from headwise.errors import HeadwiseError, InputError, NonFiniteError
 from headwise.growth.bottleneck import HeadKey
 from headwise.growth.head_weights import by_layer, install_all
 from headwise.growth.problem import Factors, Problem
@@ -51,7 +51,10 @@ def measure(model: nn.Module, loss: Loss, group: dist.ProcessGroup | None = None
     A loss that is not finite is infinite: worse than any other.
     """
     with as_it_was(model), torch.no_grad(), seeded(0):
-        value = _number(loss())
+        try:
+            value = _number(loss())
+        except NonFiniteError:  # our layers raise it
+            value = math.nan
     if world_size(group) > 1:
         total = torch.tensor(value, dtype=torch.float64, device=next(model.parameters()).device)
         dist.all_reduce(total, group=group)
