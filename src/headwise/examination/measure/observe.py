@@ -242,7 +242,7 @@ def _site(call: AttentionCall, blocks: dict[str, nn.Module]) -> ExaminedSite:
 def _redundancy(samples: list[Tensor]) -> Tensor:
     """Cosine between sampled rows of P, for every pair of heads on sequences of the same lengths."""
     total = sum(len(x) for x in samples)
-    cosine = torch.full((total, total), torch.nan)
+    cosine = torch.full((total, total), torch.nan, dtype=torch.float32)
     starts = torch.tensor([0, *(len(x) for x in samples)]).cumsum(0).tolist()
     for shape in {x.shape[1:] for x in samples}:
         group = [i for i, x in enumerate(samples) if x.shape[1:] == shape]
