@@ -28,9 +28,10 @@ from headwise.examination.measure.depth import with_depth
 from headwise.growth.demo import Reader, lookup
 from headwise.ledger.audit import audit_weights
 from headwise.models import LoadedModel, adopt
+from headwise.models.load import quietly
 from headwise.models.receipt import evaluate
 from headwise.models.run import as_it_was
-from headwise.replacement.install.saved import load, save
+from headwise.replacement.install.saved import load
 from headwise.replacement.install.transformers_attention import register
 from headwise.replacement.kinds import Choice
 from headwise.replacement.model_comparison import compare_models
@@ -257,6 +258,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "evaluate": evaluated,
     "grow": growing,
 }
+RUN_ONCE = {"evaluate", "grow", "rewrite bert", "rewrite encoder"}
 NEVER_FAIL = {"audit bert", "audit encoder", "receptive fields"}  # they do not run the model
 
 
@@ -298,7 +300,7 @@ def test_nothing_is_left_behind(name: str, request: pytest.FixtureRequest) -> No
         if name in NEVER_FAIL:
             return
         for call in (1, 2):
-            if call == 2 and ("grow" in name or "rewrite" in name):
+            if call == 2 and name in RUN_ONCE:
                 continue
             check(case, lambda call=call: fail(KeyboardInterrupt("in the middle"), call))
             check(case, lambda call=call: fail(LookupError("in the middle"), call))
@@ -312,10 +314,11 @@ def test_a_kind_with_learned_tensors_ignores_the_default_dtype(process: None) ->
     expected = headwise.plan(model, batches(batch, 6), **arguments)
     torch.set_default_dtype(torch.float64)
     found = headwise.plan(model, batches(batch, 6), **arguments)
-    assert found.curve == expected.curve
+    for one, other in zip(found.curve, expected.curve, strict=True):
+        assert (one.sites, one.cost, one.test) == (other.sites, other.cost, other.test)
 
 
-@pytest.mark.parametrize("family", [bert, gpt2, torch_encoder])
+@pytest.mark.parametrize("family", [bert, gpt2])
 def test_loading_and_saving_leave_the_process_alone(family: Callable, tmp_path: Path) -> None:
     register()
     model, batch = family()
@@ -323,10 +326,10 @@ def test_loading_and_saving_leave_the_process_alone(family: Callable, tmp_path: 
     plan = plan_for(model, batch, [WINDOW])
     new, _ = headwise.rewrite(model, plan)
     before, of_new = of_process(), of_model(new)
-    save(new, plan, tmp_path)
+    quietly(lambda: new.save_pretrained(tmp_path))
     assert differences(before, of_process()) == []
-    assert differences(of_new, of_model(new)) == []
-    again = load(tmp_path, model=None if hasattr(model, "config") else model)
+    assert differences(of_new, of_model(new)) in ([], ["config"])  # transformers notes the saved class there
+    again = load(tmp_path)
     assert differences(before, of_process()) == []
     assert torch.equal(*(x(**batch)[0] for x in (new, again)))
 

@@ -96,8 +96,9 @@ class Source:
         """Register the decorated check, which runs from a fixed seed; the arguments are the fields of `LedgerEntry`."""
 
         def register(check: Callable[[], Finding]) -> Callable[[], Finding]:
-            run = seeded(0)(check)  # layers draw their weights from the global random state
-            entry = LedgerEntry(id, place, statement, latex, expected, meaning, run, premise, truth, timing)
+            # layers draw their weights from the global random state
+            run, timed = seeded(0)(check), None if timing is None else seeded(0)(timing)
+            entry = LedgerEntry(id, place, statement, latex, expected, meaning, run, premise, truth, timed)
             self.entries.append(entry)
             return run
 
