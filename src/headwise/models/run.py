@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from headwise.errors import HeadwiseError, InputError
 from headwise.random_state import kept_random_state
 
 T = TypeVar("T")
@@ -22,10 +23,43 @@ Batch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 
 
 def run_model(model: nn.Module, batch: Batch) -> Any:
-    """model(**batch), model(*batch) or model(batch)."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(batch) if isinstance(batch, Tensor) else model(*batch)
+    """model(**batch), model(*batch) or model(batch); InputError if the model does not take it."""
+    tensors = check_batch(batch)
+    try:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(batch) if isinstance(batch, Tensor) else model(*batch)
+    except (HeadwiseError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+        shapes = ", ".join(f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors)
+        first = (str(error).splitlines() or [""])[0][:200]
+        raise InputError(
+            f"{type(model).__name__} does not run on the batch {shapes}: {type(error).__name__}: {first}"
+        ) from error
+
+
+def check_batch(batch: Batch) -> list[tuple[str, Tensor]]:
+    """The tensors of a batch by name; InputError unless there are some, with values and without an empty axis."""
+    if isinstance(batch, Tensor):
+        tensors = [("input", batch)]
+    elif isinstance(batch, Mapping):
+        tensors = [(str(name), x) for name, x in batch.items() if isinstance(x, Tensor)]
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        tensors = [(f"input {i}", x) for i, x in enumerate(batch) if isinstance(x, Tensor)]
+    else:
+        raise InputError(
+            f"a batch is a tensor, a dict of tensors or a list of tensors, but this one is a {type(batch).__name__}; "
+            "give a list of batches, also if there is only one"
+        )
+    if not tensors:
+        raise InputError(f"a batch needs a tensor, but this {type(batch).__name__} of {len(batch)} entries has none")
+    for name, x in tensors:
+        if x.is_meta:
+            raise InputError(f"{name} is on the meta device and has no values; give a batch with values")
+        if x.numel() == 0:
+            raise InputError(f"{name} has shape {tuple(x.shape)}: an empty batch has no attention")
+    return tensors
 
 
 def map_batch(change: Callable[[Tensor], Tensor], batch: Batch) -> Batch:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.errors import InputError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
@@ -146,6 +147,11 @@ def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
     q, k, v, mask = call.q[b], call.k[b], call.v[b], call.mask.index(b)
     if mask.visible is not None:
         keys = mask.visible.any(dim=-2).any(dim=0)
+        if not bool(keys.any()):
+            raise InputError(
+                f"{call.site}: the mask of text {b} of the batch hides all of its {mask.n} keys, so there is no "
+                "attention to measure; leave the text out"
+            )
         if not bool(keys.all()):
             queries = keys if call.kind == "self" and mask.m == mask.n else torch.ones(mask.m, dtype=torch.bool)
             q, k, v, mask = q[:, queries], k[:, keys], v[:, keys], mask.select(queries, keys)
