@@ -116,15 +116,18 @@ def default_probe(model: Any, length: int) -> dict[str, torch.Tensor] | None:
 
 
 def check_reached(model: Any, probe: dict[str, torch.Tensor], plan: Plan) -> None:
-    """Raise UnsupportedError unless every site with a replaced head calls the attention interface on `probe`."""
+    """Raise UnsupportedError unless every site runs on `probe` and, where heads are replaced, calls the interface."""
     called: set[nn.Module] = set()
-    sites = {site: getattr(model.get_submodule(site.partition("@")[0]), interface.NAME) for site in plan.sites}
+    sites = {site: model.get_submodule(site.partition("@")[0]) for site in plan.sites}
+    for site, module in sites.items():
+        heads = getattr(module, interface.NAME)
+        sites[site] = module if heads.replaced is None else heads
     with as_it_was(model), torch.no_grad(), ExitStack() as hooks:
-        for heads in set(sites.values()):
-            hooks.enter_context(heads.register_forward_pre_hook(OwnHook(lambda module, args: called.add(module))))
+        for module in set(sites.values()):
+            hooks.enter_context(module.register_forward_pre_hook(OwnHook(lambda module, args: called.add(module))))
         model(**probe)
-    for site, heads in sites.items():
-        if heads.replaced is not None and heads not in called:
+    for site, module in sites.items():
+        if module not in called:
             raise UnsupportedError(
                 f"{site}: {type(model).__name__.removeprefix(PREFIX)} did not call transformers' attention interface "
                 "here on a probe, so its heads cannot be replaced"
