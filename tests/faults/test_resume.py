@@ -176,7 +176,7 @@ def planned(name: str, partial: Path, *, stop: str = "", **options: Any) -> dict
     model, batches = getattr(small_models, name)()
 
     def progress(what: str, done: int, total: int) -> None:
-        if what == stop and done == 3:
+        if what == stop and done == 2:
             raise Stop
 
     options = {"tolerance": 0.1, "choices": CHOICES, "effort": BRIEF, **options}
@@ -189,7 +189,7 @@ def planned(name: str, partial: Path, *, stop: str = "", **options: Any) -> dict
 def interrupted_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     partial = tmp_path_factory.mktemp("plan") / "partial"
     with pytest.raises(Stop):
-        planned("one", partial, stop="measuring heads one by one")
+        planned("one", partial, stop="measuring plans on test texts")
     assert len(list(partial.glob("fit-*.pt"))) == 2
     assert (partial / "drifts.jsonl").read_text().count("\n") > 2
     return partial
