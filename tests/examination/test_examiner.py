@@ -38,13 +38,13 @@ def test_examine_is_a_function_of_the_package(bert: torch.nn.Module) -> None:
 def test_json_has_a_schema_and_no_nan(bert: torch.nn.Module) -> None:
     found = examine(bert, texts(3), name="tiny", spectra_every=2)
     facts = json.loads(found.to_json(), parse_constant=lambda x: pytest.fail(f"{x} in the JSON"))
-    assert facts["schema"] == 2
+    assert facts["schema"] == 3
     assert facts["inputs"]["spectra_texts"] == 2
     record = facts["records"][5]
     assert (record["site"], record["head"]) == (1, 1)
     assert record["measures"]["entropy"]["texts"] == 3
     assert record["measures"]["effective_rank"]["texts"] == 2
-    assert sum(record["kind_counts"].values()) == 3
+    assert sum(record["kind_counts"].values()) == record["judged"] <= 3
     assert facts["model"]["parameters"] == sum(p.numel() for p in bert.parameters())
 
 
