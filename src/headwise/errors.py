@@ -51,6 +51,16 @@ def check_extra(extra: str, purpose: str, *packages: str) -> None:
             raise _missing(extra, purpose, package)
 
 
+def shown(path: object) -> str:
+    """A path for a message: with escapes if it has line breaks or other characters that cannot be printed.
+
+    >>> print(shown("out/runs[exp] 1"), shown("two\\nlines"))
+    out/runs[exp] 1 'two\\nlines'
+    """
+    text = str(path)
+    return text if text.isprintable() else ascii(text)
+
+
 def _missing(extra: str, purpose: str, package: str | None) -> InputError:
     return InputError(
         f"{purpose} needs {package}, which is not installed; pip install 'headwise[{extra}]', or in a checkout "

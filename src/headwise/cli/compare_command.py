@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from headwise.cli.examine_command import short_names
 from headwise.cli.options import Parser, add_inputs, add_json, file_path, is_quiet, make_inputs, whole_number
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
@@ -58,25 +59,30 @@ def _print_examinations(found: ExaminationComparison, count: int) -> None:
     ends = [residuals[-1] for residuals in (found.residual_a, found.residual_b) if residuals]
     if len(ends) == 2 and None not in ends:
         print(f"Relative residual after the last layer: {ends[0]:.3g} and {ends[1]:.3g}.")
+    has_z, changes = found.ranked_by == "z", found.heads[:count]
+    layers = list(dict.fromkeys(change.layer for change in found.heads))
+    short = dict(zip(layers, short_names(layers), strict=True))
     rows = [
         (
-            change.layer,
+            short[change.layer],
             str(change.head),
             (change.kind_a if change.kind_a == change.kind_b else f"{change.kind_a} → {change.kind_b}")
-            + (" (other length)" if not change.same_length else ""),
+            + "*" * (not change.same_length),
             change.measure.replace("_", " "),
             f"{change.a:.3g}",
             f"{change.b:.3g}",
             str(change.texts_a) if change.texts_a == change.texts_b else f"{change.texts_a}, {change.texts_b}",
             f"{change.relative:.0%}",
-            "–" if change.z is None else f"{change.z:.1f}",
+            *(["–" if change.z is None else f"{change.z:.1f}"] if has_z else []),
         )
-        for change in found.heads[:count]
+        for change in changes
     ]
-    headings = ("layer", "head", "kind", "measure", "A", "B", "texts", "change", "z")
+    headings = ("layer", "head", "kind", "measure", "A", "B", "texts", "change", *(["z"] if has_z else []))
     print_table(f"The {len(rows)} heads that changed most", headings, rows, words=("layer", "kind", "measure"))
-    if found.ranked_by == "relative":
-        print("Sorted by relative change: one text on a side shows no spread.  Examine more texts to learn z.")
+    if not all(change.same_length for change in changes):
+        print("* judged on texts of other lengths, which alone can change a kind")
+    if not has_z:
+        print("Sorted by relative change: one text on a side shows no spread.  Examine more texts for a z-score.")
     else:
         way = "in pairs of the same text" if found.paired else "by Welch's t-test"
         print(f"z: the change of the mean in standard errors, {way}, allowing for the number of texts.")
