@@ -145,7 +145,7 @@ def test_bad_texts_and_options(tmp_path: Path, saved: Path, capsys: pytest.Captu
     assert "at least 4" in refused(capsys, out, "--text", str(text))
     text.write_text("some words that make a text")
     assert "512 positions" in refused(capsys, out, "--text", str(text), "--length", "2000")
-    assert "use at least 6" in refused(capsys, out, "--text", str(text), "--length", "3")
+    assert "use at least 6" in refused(capsys, out, "--text", str(text), "--length", "5")
     assert "must be at least 1" in refused(capsys, out, "--texts", "0")
     assert "use --random-tokens N" in refused(capsys, out, str(saved), "--text", str(text))  # saved without a tokenizer
 
