@@ -10,7 +10,7 @@ import torch
 from headwise.errors import InputError
 from headwise.models import load_model, max_positions
 from headwise.models.inputs import random_tokens
-from headwise.models.load import save_preprocessor
+from headwise.models.load import Trust, save_preprocessor
 from tests.models.tiny_models import ALL
 
 pytest.importorskip("transformers")
@@ -39,7 +39,7 @@ def test_pickled_weights_need_permission(directory: Path) -> None:
     torch.save(model.state_dict(), directory / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"holds its weights as a pickle.*--allow-pickle"):
         load_model(str(directory))
-    again = load_model(str(directory), allow_pickle=True).model
+    again = load_model(str(directory), trust=Trust(allow_pickle=True)).model
     torch.testing.assert_close(again.state_dict(), model.state_dict())
 
 

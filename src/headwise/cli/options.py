@@ -7,7 +7,7 @@ A command calls `add_model`, `add_inputs`, `add_output` and `add_json` on its pa
 from __future__ import annotations
 
 import argparse
-import itertools
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from headwise.cli.progress import bar
 from headwise.errors import InputError
 
 if TYPE_CHECKING:
+    from headwise.models.gate import Trust
     from headwise.models.inputs import Inputs
     from headwise.models.load import LoadedModel
 
@@ -26,10 +27,12 @@ MODEL_HELP = (
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL --allow-pickle --trust-remote-code"""
+    """MODEL --allow-pickle --trust-remote-code --allow-missing"""
     parser.add_argument("model", nargs="?", default="minilm", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--allow-pickle", action="store_true", help="load pickled weights, which can run code")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    missing = "go on if weights are missing, with random numbers in their place"
+    parser.add_argument("--allow-missing", action="store_true", help=missing)
 
 
 def add_inputs(
@@ -92,25 +95,35 @@ def check_at_least(options: argparse.Namespace, **minimum: int) -> None:
 
 def load(options: argparse.Namespace, *, with_head: bool = False) -> LoadedModel:
     """The model that `add_model`'s options name; `with_head` as in `load_model`."""
+    from headwise.models.inputs import check_packages
     from headwise.models.load import load_model
 
+    check_packages(images=getattr(options, "images", None), audio=getattr(options, "audio", None))
     with bar("loading the model", None, quiet=is_quiet(options)):
-        return load_model(
-            options.model,
-            with_head=with_head,
-            allow_pickle=options.allow_pickle,
-            trust_remote_code=options.trust_remote_code,
+        loaded = load_model(
+            options.model, with_head=with_head, trust=trust(options), allow_missing=options.allow_missing
         )
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return loaded
+
+
+def trust(options: argparse.Namespace) -> Trust:
+    """What --allow-pickle and --trust-remote-code permit."""
+    from headwise.models.gate import Trust
+
+    return Trust(options.allow_pickle, options.trust_remote_code)
 
 
 def make_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     """The batches that `add_inputs`'s options name; a factory's own batches if it returned some."""
     from headwise.models import inputs
+    from headwise.models.factory import take_batches
 
     check_at_least(options, texts=1, random_tokens=4, batch=1)
     given: dict[str, Any] = vars(options)
     if loaded.batches is not None:
-        batches = list(itertools.islice(loaded.batches, options.texts))
+        batches = take_batches(str(loaded.source), loaded.batches, options.texts)
         return inputs.Inputs(batches, None, {"kind": "the factory's own batches"})
     if given.get("images") is not None:
         return inputs.image_input(loaded, options.images, limit=options.texts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +13,10 @@ import torch
 from torch import nn
 
 from headwise.errors import InputError
+from headwise.models.gate import UNTRUSTED, Trust
 from headwise.models.load import LoadedModel, load_model
 from headwise.models.run import run_model
+from headwise.models.weight_files import read_object
 from headwise.replacement.install.saved import load
 from headwise.replacement.planning.drift import difference, pooled_states, token_loss
 
@@ -46,15 +47,11 @@ def is_model(path: Path) -> bool:
     return path.is_dir() and (path / "config.json").is_file() and not (path / "report.json").exists()
 
 
-def open_model(path: Path) -> LoadedModel:
+def open_model(path: Path, trust: Trust = UNTRUSTED) -> LoadedModel:
     """The model in a directory, rewritten or not."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path / 'config.json'}: {error}") from error
-    if isinstance(config, dict) and isinstance(config.get("headwise"), dict):
-        return LoadedModel(load(path).eval(), path.resolve().name, path)
-    return load_model(str(path), with_head=True)
+    if isinstance(read_object(path / "config.json").get("headwise"), dict):
+        return LoadedModel(load(path, trust=trust).eval(), path.resolve().name, path, trust=trust)
+    return load_model(str(path.absolute()), with_head=True, trust=trust)
 
 
 def compare_models(

@@ -12,7 +12,9 @@ from typing import Any
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.models.load import LoadedModel, quietly, save_preprocessor, transformers_library
+from headwise.models.gate import UNTRUSTED, Trust, from_pretrained, one_line, quiet, transformers_library
+from headwise.models.load import LoadedModel, check_values, save_preprocessor
+from headwise.models.weight_files import check_directory
 from headwise.replacement.install.other_models import RewrittenModel
 from headwise.replacement.install.transformers_models import PREFIX, VERSION, rewritten_class
 from headwise.replacement.plans import Plan
@@ -21,7 +23,9 @@ from headwise.replacement.rewriting import rewrite
 WEIGHTS = "rewritten.safetensors"
 
 
-def load(directory: str | Path, *, model: nn.Module | None = None, **options: Any) -> nn.Module:
+def load(
+    directory: str | Path, *, model: nn.Module | None = None, trust: Trust = UNTRUSTED, **options: Any
+) -> nn.Module:
     """The rewritten model saved in `directory`, in eval mode; options are those of `from_pretrained`.
 
     `model` is the original, needed for models that are not of transformers.  (`AutoModel.from_pretrained` would read
@@ -34,8 +38,9 @@ def load(directory: str | Path, *, model: nn.Module | None = None, **options: An
         return _load_weights(path, model)
     if not (path / "config.json").is_file():
         raise InputError(f"{path} has no config.json; name the directory that save_pretrained wrote")
+    check_directory(path, allow_pickle=False)
     transformers = transformers_library()
-    config = transformers.AutoConfig.from_pretrained(str(path))
+    config = from_pretrained(transformers.AutoConfig, path, trust)
     plan = getattr(config, "headwise", None)
     if not isinstance(plan, dict):
         raise InputError(f"{path} holds a model that was not rewritten; load it with AutoModel.from_pretrained")
@@ -44,11 +49,13 @@ def load(directory: str | Path, *, model: nn.Module | None = None, **options: An
             f"{path} was written in version {plan.get('version')} of the format, but this version of headwise reads "
             f"{VERSION}; rewrite the original model again"
         )
-    names = getattr(config, "architectures", None) or [""]
-    base = getattr(transformers, names[0].removeprefix(PREFIX), None)
-    if base is None:
-        raise InputError(f"{path} holds a {names[0]}, which this version of transformers does not have")
-    return rewritten_class(base).from_pretrained(str(path), config=config, **options)
+    name = str(next(iter(getattr(config, "architectures", None) or ()), None))
+    base = getattr(transformers, name.removeprefix(PREFIX), None)
+    if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
+        raise InputError(f"{path} holds a {name}, which this version of transformers does not have")
+    new = from_pretrained(rewritten_class(base), path, trust, config=config, **options)
+    check_values(str(path), new)
+    return new
 
 
 def save(new: nn.Module, plan: Plan, directory: Path, loaded: LoadedModel | None = None) -> None:
@@ -59,18 +66,21 @@ def save(new: nn.Module, plan: Plan, directory: Path, loaded: LoadedModel | None
 
         save_model(new, str(directory / WEIGHTS))
         return
-    quietly(lambda: new.save_pretrained(directory))  # type: ignore[operator]
+    with quiet():
+        new.save_pretrained(directory)  # type: ignore[operator]
     if loaded is not None:
         save_preprocessor(loaded, directory)
 
 
 def _load_weights(path: Path, model: nn.Module) -> nn.Module:
+    from safetensors import SafetensorError
     from safetensors.torch import load_model
 
     new, _ = rewrite(model, Plan.load(path))
     try:
         load_model(new, str(path / WEIGHTS))
-    except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise InputError(f"{path} does not hold the weights of this {type(model).__name__}: {first}") from error
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise InputError(
+            f"{path / WEIGHTS} does not hold the weights of this {type(model).__name__} ({one_line(error)})"
+        ) from error
     return new.eval()
