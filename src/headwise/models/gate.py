@@ -12,7 +12,6 @@ import importlib
 import io
 import logging
 import os
-import pickle
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -51,10 +50,12 @@ def load_tensors(path: str | Path) -> Any:
                 raise InputError(f"{path} unpacks to {unpacked} bytes, more than torch.save writes; it is not loaded")
         try:
             return torch.load(path, weights_only=True, map_location="cpu")
-        except pickle.UnpicklingError as error:
+        except OSError:
+            raise
+        except Exception as error:
             raise InputError(
-                f"{path} was not saved by torch.save, or holds more than tensors and plain values, which could run "
-                "code; it is not loaded"
+                f"{path} was not saved by torch.save, is damaged, or holds more than tensors and plain values, which "
+                "could run code; it is not loaded"
             ) from error
 
 

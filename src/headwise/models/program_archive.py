@@ -30,6 +30,7 @@ MEMBER = re.compile(
     re.ASCII,
 )
 NAME = re.compile(r"[\w.-]*", re.ASCII)
+KEY = re.compile(r"[\w ./-]*", re.ASCII)
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 TARGET = re.compile(
     r"torch\.ops\.(aten|prims)\.\w+\.\w+|torch\._?sym_\w+|math\.(ceil|floor|trunc|sqrt)"
@@ -150,7 +151,7 @@ def _is_plain_spec(spec: Any) -> bool:
     keys = context if isinstance(context, list) else [context]
     if not all(key is None or isinstance(key, (int, str)) for key in keys):
         return False
-    if not all(IDENTIFIER.fullmatch(key) for key in keys if isinstance(key, str)):
+    if not all(KEY.fullmatch(key) for key in keys if isinstance(key, str)):
         return False
     return all(isinstance(child, dict) and _is_plain_spec(child) for child in spec.get("children_spec", ()))
 
