@@ -215,6 +215,8 @@ def _tensors(path: Path) -> tuple[Any, Any, Any]:
             raise InputError(f"{path}: {name} must be (*batch, n, width) in floating point, but is {x.dtype} {shape}")
         if x.numel() * x.element_size() > x.untyped_storage().nbytes():
             raise InputError(f"{path}: {name} is {shape} but repeats fewer stored numbers; save a contiguous tensor")
+        if not x.isfinite().all():
+            raise InputError(f"{path}: {name} has entries that are not finite")
     q, k, v = (saved[name].detach().contiguous() for name in "qkv")
     if q.shape[:-2] != k.shape[:-2] or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))

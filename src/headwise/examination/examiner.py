@@ -19,6 +19,7 @@ from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
 from headwise.models.fingerprint import check_weights, fingerprint, versions
+from headwise.models.gate import load_tensors
 from headwise.models.run import Batch, eval_mode
 from headwise.operators._kernels import limits
 
@@ -111,7 +112,7 @@ def save_measurements(measurements: list[Measurement], path: Path) -> None:
 
 def load_measurements(path: Path) -> list[Measurement]:
     """What `save_measurements` wrote; only tensors and plain values are unpickled."""
-    rows = torch.load(path, weights_only=True)
+    rows = load_tensors(path)
     return [Measurement(**{**row, "sites": [ExaminedSite(**site) for site in row["sites"]]}) for row in rows]
 
 

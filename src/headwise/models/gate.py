@@ -107,7 +107,7 @@ def pretrained_model(model_class: Any, source: Path | str, trust: Trust, **optio
         if isinstance(source, Path):
             check_directory(source, trust.allow_pickle)
         else:
-            _check_hub(source, trust)
+            _check_hub(source, trust, options.get("local_files_only", False))
         if not trust.allow_pickle:
             options["use_safetensors"] = True
     return from_pretrained(model_class, source, trust, output_loading_info=True, **options)
@@ -153,32 +153,44 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"[:300]
 
 
-def _check_hub(name: str, trust: Trust) -> None:
+def _check_hub(name: str, trust: Trust, local_files_only: bool) -> None:
     """The config and index of a model on the hub, read before its weights."""
     from transformers import PretrainedConfig
     from transformers.utils import cached_file
 
     with failures(f"cannot load {name}"), quiet():
-        config: Mapping[str, Any] = PretrainedConfig.get_config_dict(name)[0]
+        config: Mapping[str, Any] = PretrainedConfig.get_config_dict(name, local_files_only=local_files_only)[0]
         check_config(name, config)
         if not trust.allow_pickle:
-            missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
-            index = cached_file(name, "model.safetensors.index.json", **missing)
+            index = cached_file(
+                name,
+                "model.safetensors.index.json",
+                local_files_only=local_files_only,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
             if index is not None:
                 check_index(Path(index))
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars and warnings of transformers."""
+    """Without the progress bars and warnings of transformers and the hub's client."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, bars, hub_verbosity = (
+        logging.get_verbosity(),
+        logging.is_progress_bar_enabled(),
+        hub_logging.get_verbosity(),
+    )
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
     try:
         yield
     finally:
+        hub_logging.set_verbosity(hub_verbosity)
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
@@ -72,6 +75,8 @@ def load_model(
     if isinstance(source, Path) and gguf is None:
         check_directory(source, trust.allow_pickle)  # before transformers reads the config, which says less
     options: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf}
+    if isinstance(source, str) and _is_offline():
+        options["local_files_only"] = True
     config = _config(spec, source, trust, options)
     if isinstance(getattr(config, "headwise", None), dict):  # this class would ignore the replaced heads
         raise InputError(
@@ -112,9 +117,9 @@ def _locate(spec: str) -> tuple[str, Path | str, str | None]:
         raise InputError(f"{spec} is a file; {FORMS}")
     if is_directory:
         return name, path, None
-    is_path = HUB_NAME.fullmatch(spec) is None or path.suffix in FILE_SUFFIXES
-    inside = len(path.parts) == 2 and path.parent.is_dir() and not _in_hub_cache(spec)  # so a/b is a mistyped path
-    if is_path or inside:
+    is_name = HUB_NAME.fullmatch(spec) is not None and path.suffix not in FILE_SUFFIXES
+    is_mistyped = len(path.parts) == 2 and path.parent.is_dir()  # a/b, where the directory a exists
+    if not is_name or (is_mistyped and not _in_hub_cache(spec)):
         raise InputError(f"there is no directory {spec}; {FORMS}")
     return spec, spec, None
 
@@ -124,7 +129,20 @@ def _in_hub_cache(name: str) -> bool:
     transformers_library()
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    with suppress(ValueError):  # not a possible name
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    return False
+
+
+def _is_offline() -> bool:
+    """Whether the hub's host has no address here; asking for a model would then only wait for time-outs."""
+    from huggingface_hub import constants
+
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return not getproxies()
+    return False
 
 
 def _sample_directory(sample: str) -> Path:

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from headwise.errors import InputError
+from headwise.errors import HeadwiseError, InputError
 from headwise.models.gate import UNTRUSTED, Trust, from_pretrained, one_line, quiet, transformers_library
 from headwise.models.load import LoadedModel, check_values, save_preprocessor
 from headwise.models.weight_files import check_directory
 from headwise.replacement.install.other_models import RewrittenModel
-from headwise.replacement.install.transformers_models import PREFIX, VERSION, rewritten_class
+from headwise.replacement.install.transformers_models import PREFIX, VERSION, check_complete, rewritten_class
 from headwise.replacement.plans import Plan
 from headwise.replacement.rewriting import rewrite
 
@@ -53,7 +53,10 @@ def load(
     base = getattr(transformers, name.removeprefix(PREFIX), None)
     if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
         raise InputError(f"{path} holds a {name}, which this version of transformers does not have")
-    new = from_pretrained(rewritten_class(base), path, trust, config=config, **options)
+    try:
+        new = from_pretrained(rewritten_class(base), path, trust, config=config, **options)
+    except HeadwiseError as error:
+        raise InputError(str(error) if str(path) in str(error) else f"cannot load {path}: {error}") from error
     check_values(str(path), new)
     return new
 
@@ -78,9 +81,10 @@ def _load_weights(path: Path, model: nn.Module) -> nn.Module:
 
     new, _ = rewrite(model, Plan.load(path))
     try:
-        load_model(new, str(path / WEIGHTS))
+        missing, unexpected = load_model(new, str(path / WEIGHTS), strict=False)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise InputError(
             f"{path / WEIGHTS} does not hold the weights of this {type(model).__name__} ({one_line(error)})"
         ) from error
+    check_complete(str(path / WEIGHTS), {"missing_keys": missing, "unexpected_keys": unexpected})
     return new.eval()

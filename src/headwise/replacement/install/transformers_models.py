@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def rewritten_class(base: type) -> type:
                 raise UnsupportedError(f"{cls.__name__}.from_pretrained takes no arguments for the model's class")
             place = Path(source) if Path(source).is_dir() else str(source)
             model, info = pretrained_model(super(), place, trust, **options)
-            _check_complete(str(source), info)
+            check_complete(str(source), info)
             return (model, info) if with_info else model
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +108,8 @@ def rewritten_class(base: type) -> type:
     return Rewritten
 
 
-def _check_complete(source: str, info: dict[str, Any]) -> None:
+def check_complete(source: str, info: Mapping[str, Collection[str]]) -> None:
+    """Raise InputError unless the files hold exactly the tensors of the model; `info` as transformers reports it."""
     for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "holds unknown")):
         names = sorted(info[key])
         if names:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.models.gate import load_tensors
 from headwise.outputs import append_line, atomic, partial_results, read_lines
 from headwise.replacement.kinds import Choice, Tensors
 
@@ -42,7 +43,7 @@ class PlanProgress:
             return compute()
         file = self.directory / f"fit-{_digest(key)}.pt"
         if file.exists():
-            rows = torch.load(file, weights_only=True)
+            rows = load_tensors(file)
             return {Choice.from_dict(row["choice"]): (row["tensors"], row["errors"]) for row in rows}
         fits = compute()
         with atomic(file) as temporary:
