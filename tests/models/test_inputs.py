@@ -109,13 +109,10 @@ def test_more_random_tokens_than_positions() -> None:
     assert random_tokens(loaded("gpt2"), 64, texts=1, seed=0).batches[0]["input_ids"].shape == (1, 64)
 
 
-@pytest.mark.parametrize(
-    "option, module, package", [("--images", "PIL", "pillow"), ("--audio", "soundfile", "soundfile")]
-)
+@pytest.mark.parametrize("option, module", [("--images", "PIL"), ("--audio", "soundfile")])
 def test_missing_packages_are_named_before_the_model_is_loaded(
     option: str,
     module: str,
-    package: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
     tmp_path: Path,
@@ -126,7 +123,7 @@ def test_missing_packages_are_named_before_the_model_is_loaded(
     assert main(["examine", "minilm", option, str(tmp_path), "-o", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert (
-        f"{option} needs {package}, which is not installed; pip install 'headwise[models]', or in a checkout" in message
+        f"{option} needs {module}, which is not installed; pip install 'headwise[models]', or in a checkout" in message
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ KINDS = {
     "recordings": ("input_features input_values", "--audio"),
 }
 """kind of input -> (names that models give it, option that provides it)"""
-PACKAGES = {"images": ("PIL", "pillow"), "audio": ("soundfile", "soundfile")}
-"""option -> (module, package) that reads its files"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,15 +162,6 @@ def read_audio(path: Path, rate: int) -> Tensor:
         return mono
     size = round(len(mono) * rate / recorded_rate)
     return torch.nn.functional.interpolate(mono[None, None], size=size, mode="linear")[0, 0]
-
-
-def check_packages(**given: Any) -> None:
-    """Raise InputError if the packages that read --images or --audio are missing; called before a model is loaded."""
-    for option, value in given.items():
-        module, package = PACKAGES[option]
-        if value is not None and importlib.util.find_spec(module) is None:
-            with needs_extra("models", f"--{option}"):
-                raise ModuleNotFoundError(package, name=package)
 
 
 def max_positions(model: nn.Module) -> int | None:

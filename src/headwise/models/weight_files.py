@@ -5,13 +5,13 @@ transformers reads whatever an index names, pickles and files elsewhere included
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from headwise.errors import InputError, needs_extra
+from headwise.reading import anything, map_of, read_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,7 +25,9 @@ def check_directory(directory: Path, allow_pickle: bool) -> None:
     """Raise InputError unless `directory` has a readable config and weights that can be loaded without running code."""
     if not (directory / "config.json").exists():
         raise InputError(f"{directory} has no config.json; point MODEL at the directory that save_pretrained wrote")
-    config = read_object(directory / "config.json")
+    config = read_json(
+        directory / "config.json", map_of(anything), "the directory that save_pretrained wrote", foreign=True
+    )
     tensors = sum(_tensor_count(path) for path in weight_files(directory, config, allow_pickle))
     check_config(str(directory), config, tensors)
 
@@ -57,7 +59,7 @@ def weight_files(directory: Path, config: Mapping[str, Any], allow_pickle: bool)
 
 def check_index(path: Path, allow_pickle: bool = False) -> list[Path]:
     """The safetensors files that an index names, each in the directory of the index (or below it)."""
-    names = read_object(path).get("weight_map")
+    names = read_json(path, map_of(anything), "an index of weights", foreign=True).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise InputError(f"{path}: weight_map must list a file name for every tensor; save the model again")
     files = []
@@ -88,19 +90,6 @@ def check_config(name: str, config: Mapping[str, Any], tensors: int | None = Non
             raise InputError(f"{name}: {key} of config.json is {value}, which is too large for any model")
         if tensors is not None and LAYERS.search(key) and value > max(1000, tensors):
             raise InputError(f"{name}: {key} of config.json is {value}, but its weights hold {tensors} tensors")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or InputError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged: not JSON ({str(error)[:200]})") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} must hold a JSON object, but holds a {type(value).__name__}")
-    return value
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from headwise.errors import InputError
 from headwise.models.gate import UNTRUSTED, Trust
 from headwise.models.load import LoadedModel, load_model
 from headwise.models.run import run_model
-from headwise.models.weight_files import read_object
+from headwise.reading import anything, map_of, read_json
 from headwise.replacement.install.saved import load
 from headwise.replacement.planning.drift import difference, pooled_states, token_loss
 
@@ -49,7 +49,8 @@ def is_model(path: Path) -> bool:
 
 def open_model(path: Path, trust: Trust = UNTRUSTED) -> LoadedModel:
     """The model in a directory, rewritten or not."""
-    if isinstance(read_object(path / "config.json").get("headwise"), dict):
+    config = read_json(path / "config.json", map_of(anything), "a directory that save_pretrained wrote", foreign=True)
+    if "headwise" in config:
         return LoadedModel(load(path, trust=trust).eval(), path.resolve().name, path, trust=trust)
     return load_model(str(path.absolute()), with_head=True, trust=trust)
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import headwise
 from headwise.errors import InputError
+from headwise.models.fingerprint import weights_hash
+from headwise.outputs import OutputDirectory
 from headwise.replacement import Choice, Plan, load
 from headwise.replacement.install.saved import WEIGHTS, save
 from headwise.replacement.model_comparison import open_model
@@ -106,9 +108,10 @@ def other_model(directory: Path) -> torch.nn.Module:
         for site, choices in plan.sites.items()
         for head, choice in enumerate(choices)
     }
-    plan = Plan({**plan.model, "fingerprint": None}, plan.length, plan.sites, fitted)
+    plan = Plan({**plan.model, "name": "encoder", "fingerprint": weights_hash(model)}, plan.length, plan.sites, fitted)
     new, _ = headwise.rewrite(model, plan)
-    save(new, plan, directory)
+    with OutputDirectory(directory, command="rewrite") as out:
+        save(new, plan, out)
     return model
 
 

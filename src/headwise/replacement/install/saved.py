@@ -15,9 +15,10 @@ from headwise.errors import HeadwiseError, InputError
 from headwise.models.gate import UNTRUSTED, Trust, from_pretrained, one_line, quiet, transformers_library
 from headwise.models.load import LoadedModel, check_values, save_preprocessor
 from headwise.models.weight_files import check_directory
+from headwise.outputs import OutputDirectory, writing
 from headwise.replacement.install.other_models import RewrittenModel
-from headwise.replacement.install.transformers_models import PREFIX, VERSION, check_complete, rewritten_class
-from headwise.replacement.plans import Plan
+from headwise.replacement.install.transformers_models import PREFIX, check_complete, rewritten_class
+from headwise.replacement.plans import Plan, installed_choices
 from headwise.replacement.rewriting import rewrite
 
 WEIGHTS = "rewritten.safetensors"
@@ -44,11 +45,7 @@ def load(
     plan = getattr(config, "headwise", None)
     if not isinstance(plan, dict):
         raise InputError(f"{path} holds a model that was not rewritten; load it with AutoModel.from_pretrained")
-    if plan.get("version") != VERSION:
-        raise InputError(
-            f"{path} was written in version {plan.get('version')} of the format, but this version of headwise reads "
-            f"{VERSION}; rewrite the original model again"
-        )
+    installed_choices(plan, f"{path / 'config.json'}: headwise")
     name = str(next(iter(getattr(config, "architectures", None) or ()), None))
     base = getattr(transformers, name.removeprefix(PREFIX), None)
     if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
@@ -61,18 +58,20 @@ def load(
     return new
 
 
-def save(new: nn.Module, plan: Plan, directory: Path, loaded: LoadedModel | None = None) -> None:
+def save(new: nn.Module, plan: Plan, out: OutputDirectory, loaded: LoadedModel | None = None) -> None:
     """Write everything `load` needs, and the plan; with `loaded`, its tokenizer or processor too."""
-    plan.save(directory)
+    plan.save(out)
     if isinstance(new, RewrittenModel):
         from safetensors.torch import save_model
 
-        save_model(new, str(directory / WEIGHTS))
+        with out.atomic(WEIGHTS) as path:
+            save_model(new, str(path))
         return
-    with quiet():
-        new.save_pretrained(directory)  # type: ignore[operator]
-    if loaded is not None:
-        save_preprocessor(loaded, directory)
+    with writing(out.path):
+        with quiet():
+            new.save_pretrained(out.staged)  # type: ignore[operator]
+        if loaded is not None:
+            save_preprocessor(loaded, out.staged)
 
 
 def _load_weights(path: Path, model: nn.Module) -> nn.Module:
