@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.cli import options as shared
-from headwise.errors import needs_extra
+from headwise.errors import check_extra
 from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ TOLERANCES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15,
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if not options.json:
-        with needs_extra("report", "the figure"):
-            import matplotlib  # noqa: F401
+        check_extra("report", "the figure", "matplotlib")
     if options.report is not None:
         from headwise.examination.report.page import add_plan, check_report
 
