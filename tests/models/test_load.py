@@ -124,6 +124,18 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
     assert load_model(str(tmp_path)).notes == ()
 
 
+def test_positions_that_are_computed_are_not_missing(tmp_path: Path) -> None:
+    from transformers import MarianConfig, MarianMTModel
+
+    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 16))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = MarianConfig(vocab_size=99, decoder_vocab_size=99, pad_token_id=0, d_model=16, **sizes, **heads)
+    model = MarianMTModel(config)
+    model.save_pretrained(tmp_path)
+    body = load_model(str(tmp_path)).model
+    assert torch.equal(body.encoder.embed_positions.weight, model.model.encoder.embed_positions.weight)
+
+
 def test_weights_of_another_size(directory: Path) -> None:
     change_config(directory, hidden_size=32)
     with pytest.raises(InputError, match="cannot load"):

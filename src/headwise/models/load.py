@@ -84,7 +84,7 @@ def load_model(
             "the rewritten one, headwise compare ORIGINAL REWRITTEN measures how far they differ"
         )
     model, info = _pretrained(source, trust, options, _model_class(config, with_head))
-    notes = _check_missing(name, info["missing_keys"], allow_missing)
+    notes = _check_missing(name, set(info["missing_keys"]) - _computed(model, config, info), allow_missing)
     check_values(name, model)
     return LoadedModel(model.eval(), name, source, gguf, trust=trust, notes=notes)
 
@@ -186,6 +186,13 @@ def _pretrained(source: Path | str, trust: Trust, options: dict[str, Any], cls: 
         if "sdpa" not in reason and "scaled_dot_product_attention" not in reason:
             raise
         return gate.pretrained_model(cls, source, trust, **options)
+
+
+def _computed(model: Any, config: Any, info: dict[str, Any]) -> set[str]:
+    """Missing tensors that the class named by the config does not save because it computes them, such as sinusoids."""
+    patterns = getattr(_model_class(config, True), "_keys_to_ignore_on_load_missing", None) or ()
+    names = {key: (key, f"{model.base_model_prefix}.{key}") for key in info["missing_keys"]}
+    return {key for key, forms in names.items() if any(re.search(p, form) for p in patterns for form in forms)}
 
 
 def _check_missing(name: str, missing: Collection[str], allow_missing: bool) -> tuple[str, ...]:
