@@ -104,12 +104,17 @@ def file_path(text: str) -> Path:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL --allow-pickle --trust-remote-code --allow-missing"""
+    """MODEL --allow-missing, and those of `add_trust`"""
     parser.add_argument("model", nargs="?", type=nonempty, default="minilm", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--allow-pickle", action="store_true", help="load pickled weights, which can run code")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add_trust(parser)
     missing = "go on if weights are missing, with random numbers in their place"
     parser.add_argument("--allow-missing", action="store_true", help=missing)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """--allow-pickle --trust-remote-code"""
+    parser.add_argument("--allow-pickle", action="store_true", help="load pickled weights, which can run code")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
 def add_inputs(

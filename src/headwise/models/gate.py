@@ -156,7 +156,7 @@ def one_line(error: BaseException) -> str:
 def _check_hub(name: str, trust: Trust, local_files_only: bool) -> None:
     """The config and index of a model on the hub, read before its weights."""
     from transformers import PretrainedConfig
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     with failures(f"cannot load {name}"), quiet():
         config: Mapping[str, Any] = PretrainedConfig.get_config_dict(name, local_files_only=local_files_only)[0]
