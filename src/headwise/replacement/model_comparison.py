@@ -15,7 +15,7 @@ from torch import nn
 from headwise.errors import InputError
 from headwise.models.gate import UNTRUSTED, Trust
 from headwise.models.load import LoadedModel, load_model
-from headwise.models.run import run_model
+from headwise.models.run import as_it_was, run_model
 from headwise.reading import anything, map_of, read_json
 from headwise.replacement.install.saved import load
 from headwise.replacement.planning.drift import difference, pooled_states, token_loss
@@ -63,20 +63,20 @@ def compare_models(
     measure = token_loss if losses and "input_ids" in batches[0] else pooled_states
     drifts: list[float] = []
     seconds: tuple[list[float], list[float]] = ([], [])
-    for index, batch in enumerate(batches):
-        outputs = []
-        for loaded, times in zip((old, new), seconds, strict=True):
-            start = time.perf_counter()
-            with torch.no_grad():
+    with as_it_was(old.model), as_it_was(new.model), torch.no_grad():
+        for index, batch in enumerate(batches):
+            outputs = []
+            for loaded, times in zip((old, new), seconds, strict=True):
+                start = time.perf_counter()
                 output = run_model(loaded.model, batch)
-            times.append(time.perf_counter() - start)
-            outputs.append(measure(loaded.model, batch, output))
-        if outputs[0].shape != outputs[1].shape:
-            shapes = " and ".join(str(tuple(x.shape)) for x in outputs)
-            raise InputError(f"the outputs of {old.name} and {new.name} have different shapes, {shapes}")
-        drifts += difference(*outputs).tolist()
-        if progress is not None:
-            progress(index + 1)
+                times.append(time.perf_counter() - start)
+                outputs.append(measure(loaded.model, batch, output))
+            if outputs[0].shape != outputs[1].shape:
+                shapes = " and ".join(str(tuple(x.shape)) for x in outputs)
+                raise InputError(f"the outputs of {old.name} and {new.name} have different shapes, {shapes}")
+            drifts += difference(*outputs).tolist()
+            if progress is not None:
+                progress(index + 1)
     kind = "loss" if measure is token_loss else "cosine"
     return ModelDifference(old.name, new.name, kind, drifts, *seconds, _operators(new.model))
 

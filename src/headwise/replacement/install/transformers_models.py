@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.gate import Trust, pretrained_model
+from headwise.models.run import OwnHook, as_it_was
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.plans import INSTALLED_VERSION, Plan, installed_choices
@@ -141,23 +143,18 @@ def default_probe(model: Any, length: int) -> dict[str, torch.Tensor] | None:
 
 
 def check_reached(model: Any, probe: dict[str, torch.Tensor], plan: Plan) -> None:
-    """Raise UnsupportedError unless every planned site calls the attention interface on `probe`."""
-    from transformers import AttentionInterface
-
+    """Raise UnsupportedError unless every site runs on `probe` and, where heads are replaced, calls the interface."""
     called: set[nn.Module] = set()
-
-    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        called.add(module)
-        return interface.attention(module, *args, **kwargs)
-
-    AttentionInterface.register(interface.NAME, recording)
-    try:
-        with torch.no_grad():
-            model(**probe)
-    finally:
-        interface.register()
-    for site in plan.sites:
-        if model.get_submodule(site.partition("@")[0]) not in called:
+    sites = {site: model.get_submodule(site.partition("@")[0]) for site in plan.sites}
+    for site, module in sites.items():
+        heads = getattr(module, interface.NAME)
+        sites[site] = module if heads.replaced is None else heads
+    with as_it_was(model), torch.no_grad(), ExitStack() as hooks:
+        for module in set(sites.values()):
+            hooks.enter_context(module.register_forward_pre_hook(OwnHook(lambda module, args: called.add(module))))
+        model(**probe)
+    for site, module in sites.items():
+        if module not in called:
             raise UnsupportedError(
                 f"{site}: {type(model).__name__.removeprefix(PREFIX)} did not call transformers' attention interface "
                 "here on a probe, so its heads cannot be replaced"
