@@ -85,13 +85,14 @@ class OutputDirectory:
         return self
 
     def _open(self) -> None:
+        problem = OSError()
         for _ in range(3):
             try:
                 self._made = _make_directories(self.path)
                 self._lock.acquire()
                 return
             except FileNotFoundError as error:  # removed by a run that failed, after it was made here
-                problem: OSError = error
+                problem = error
             except OSError as error:
                 problem = error
                 break

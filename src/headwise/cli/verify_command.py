@@ -134,7 +134,7 @@ def _audit(options: argparse.Namespace) -> int:
         file = None if options.out is None else files.enter_context(new_file(options.out, force=options.force))
         audit = audit_weights(options.weights, heads=options.heads)
         if file is not None:
-            _write(options.out, file, json_text(audit.to_json(), indent=1))
+            _write(Path(options.out), file, json_text(audit.to_json(), indent=1))
     if options.json:
         print(json_text(audit.to_json()))
         return 0
