@@ -33,7 +33,8 @@ def run(argv: list[str]) -> int:
             bar("drawing", None, quiet=is_quiet(options)),
         ):
             draw(out.staged)
-        print(*(out.path / name for name in figure_files()), sep="\n")
+        files = [str(out.path / name) for name in figure_files()]
+        print(json_text({"figures": files}) if options.json else "\n".join(files))
         return 0
 
     from headwise.ledger import select, verify
