@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headwise.errors import InputError
+from headwise.models.gate import UNTRUSTED, Trust
 from headwise.models.load import LoadedModel, load_model
 from headwise.models.run import as_it_was, run_model
 from headwise.reading import anything, map_of, read_json
@@ -46,12 +47,12 @@ def is_model(path: Path) -> bool:
     return path.is_dir() and (path / "config.json").is_file() and not (path / "report.json").exists()
 
 
-def open_model(path: Path) -> LoadedModel:
+def open_model(path: Path, trust: Trust = UNTRUSTED) -> LoadedModel:
     """The model in a directory, rewritten or not."""
     config = read_json(path / "config.json", map_of(anything), "a directory that save_pretrained wrote", foreign=True)
     if "headwise" in config:
-        return LoadedModel(load(path).eval(), path.resolve().name, path)
-    return load_model(str(path), with_head=True)
+        return LoadedModel(load(path, trust=trust).eval(), path.resolve().name, path, trust=trust)
+    return load_model(str(path.absolute()), with_head=True, trust=trust)
 
 
 def compare_models(

@@ -19,6 +19,7 @@ from headwise.errors import InputError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
+from headwise.models.fingerprint import batch_hash
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
 from headwise.models.run import Batch, OwnHook, blocks_of, hidden_states, run_model
 from headwise.operators._kernels import limits
@@ -57,6 +58,7 @@ class Measurement:
     spectral: dict[str, Tensor] = field(default_factory=dict)
     leading: Tensor | None = None  # singular values
     spectra_exact: bool = True
+    digest: str = ""  # of the batch and the place of the sequence in it: equal for equal texts
 
 
 class _SiteMeasurement:
@@ -132,7 +134,8 @@ def observe(
         run_model(model, batch)
     if not by_sequence:
         raise nothing_seen(model)
-    return [_measurement(b, sites, states) for b, sites in sorted(by_sequence.items())]
+    digest = batch_hash(batch)
+    return [_measurement(b, sites, states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 
 
 def _is_plain(call: AttentionCall) -> bool:
@@ -212,7 +215,9 @@ def _layer_measures(x: Tensor) -> dict[str, float]:
     }
 
 
-def _measurement(b: int, sites: list[_SiteMeasurement], states: dict[str, list[dict[str, float]]]) -> Measurement:
+def _measurement(
+    b: int, sites: list[_SiteMeasurement], states: dict[str, list[dict[str, float]]], digest: str
+) -> Measurement:
     numbers = {}
     for name in {name: None for measured in sites for name in measured.numbers}:
         # a measure that one site lacks, such as the contribution without an output projection, is NaN there
@@ -236,6 +241,7 @@ def _measurement(b: int, sites: list[_SiteMeasurement], states: dict[str, list[d
         spectral={name: torch.cat([x.spectral[name] for x in sites]) for name in sites[0].spectral},
         leading=leading if sites[0].spectral else None,
         spectra_exact=all(x.spectra_exact for x in sites),
+        digest=digest,
     )
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.errors import InputError, UnsupportedError
+from headwise.models.gate import Trust, pretrained_model
 from headwise.models.run import OwnHook, as_it_was
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.mixed_heads import MixedHeads
@@ -81,6 +84,18 @@ def rewritten_class(base: type) -> type:
                 modules[name].add_module(interface.NAME, heads)
             self.set_attn_implementation(interface.NAME)
 
+        @classmethod
+        def from_pretrained(cls, source: str | Path, *args: Any, **options: Any) -> Any:
+            """As in transformers, but raises InputError unless the files hold exactly the tensors of the model."""
+            with_info = options.pop("output_loading_info", False)
+            trust = Trust(trust_remote_code=bool(options.pop("trust_remote_code", False)))
+            if args:
+                raise UnsupportedError(f"{cls.__name__}.from_pretrained takes no arguments for the model's class")
+            place = Path(source) if Path(source).is_dir() else str(source)
+            model, info = pretrained_model(super(), place, trust, **options)
+            check_complete(str(source), info)
+            return (model, info) if with_info else model
+
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             _check_cache(self, kwargs)
             return super().generate(*args, **kwargs)
@@ -93,6 +108,18 @@ def rewritten_class(base: type) -> type:
     Rewritten.__name__ = Rewritten.__qualname__ = f"{PREFIX}{base.__name__}"
     Rewritten.__doc__ = f"{base.__name__} with some heads replaced by headwise."
     return Rewritten
+
+
+def check_complete(source: str, info: Mapping[str, Collection[str]]) -> None:
+    """Raise InputError unless the files hold exactly the tensors of the model; `info` as transformers reports it."""
+    for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "holds unknown")):
+        names = sorted(info[key])
+        if names:
+            shown = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+            raise InputError(
+                f"{source} {what} tensors, {len(names)} in all: {shown}; its files do not belong together, so rewrite "
+                "the original model again"
+            )
 
 
 def _blank(base: type) -> Any:
