@@ -5,6 +5,12 @@ import torch
 HIDDEN = -1e30
 """Score of a masked key.  Finite, so that no difference of two is NaN; its exponential is exactly zero."""
 
+LARGEST_SCORE = 1e29
+"""Scores of operators that use HIDDEN stay below this, so that no visible key is taken for a masked one."""
+
+LARGEST_LSE = 2.0**-10
+"""S - lse keeps ten bits if |lse| eps is below this; beyond it P is computed from the differences to the row maximum."""
+
 LARGE_NEGATIVE = -1e4
 """An additive mask of zeros and numbers up to this one is read as a boolean mask."""
 

@@ -55,6 +55,8 @@ class Positional(AttentionOperator):
         return tuple(torch.softmax(s, dim=-1) for s in self.scores)
 
     def apply(self, v: Tensor) -> Tensor:
+        if self.key_mask is not None:
+            v = v.masked_fill(~self.key_mask.flatten(-len(self.scores)).unsqueeze(-1), 0)
         return self._axis_by_axis(v, [s.shape[-1] for s in self.scores], adjoint=False)
 
     def adjoint(self, u: Tensor) -> Tensor:
