@@ -131,6 +131,11 @@ def read(x: Tensor) -> float | None:
         return None
 
 
+def autocasting(device: torch.device) -> bool:
+    """Whether autocast is enabled on this device; meta has none."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def broadcast_batch(owner: str, **batches: Sequence[int]) -> torch.Size:
     """The common batch shape, or a ShapeError that names every shape."""
     try:

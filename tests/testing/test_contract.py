@@ -192,7 +192,7 @@ def test_a_broken_operator_is_detected(check: str, broken: type[Honest], message
 
 def test_a_value_of_a_masked_key_that_leaks_is_detected() -> None:
     inputs = {**INPUTS, "key_mask": torch.tensor([True, True, False, True])}
-    with pytest.raises(ContractError, match="^leaky: masked: apply with NaN and inf at masked keys: .* not finite"):
+    with pytest.raises(ContractError, match=r"^leaky: masked: apply with NaN and inf at masked keys: .* not finite"):
         Case("leaky", leaky, inputs).check("masked")
 
 

@@ -20,7 +20,7 @@ from headwise.nn.ragged_heads import HeadLayout, head_slices, head_widths
 from headwise.operators.base import AttentionOperator
 from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
-from headwise.shapes import broadcast_batch, broadcasts_to, no_empty_axis, same_axis, same_kind
+from headwise.shapes import autocasting, broadcast_batch, broadcasts_to, no_empty_axis, same_axis, same_kind
 
 Builder = Callable[..., AttentionOperator]
 """`(q, k, **masks) -> operator` with q (*batch, h, m, k), k (*batch, h, n, k); an nn.Module if it has parameters."""
@@ -117,7 +117,7 @@ class AttentionLayer(nn.Module, ABC):
         owner = type(self).__name__
         no_empty_axis(owner, **{name: x})
         same_axis(owner, "width", layer=width, **{name: x.shape[-1]})
-        if not torch.is_autocast_enabled(x.device.type):
+        if not autocasting(x.device):
             same_kind(owner, **{name: x, "weight": projection.weight})
 
     def resize_(self, *, key_widths: Sequence[int] | None = None, value_widths: Sequence[int] | None = None) -> None:

@@ -18,6 +18,7 @@ from headwise.errors import ShapeError
 from headwise.nn.attention_layer import AttentionLayer, Builder
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
+from headwise.shapes import autocasting
 
 
 @final
@@ -76,7 +77,7 @@ class LearnedQuery(AttentionLayer):
         """The P (*batch, h, queries, n) that `forward` applies to the values."""
         self._check_input("x", x, self.width, self.key)
         q = self.project_queries(x)
-        if torch.is_autocast_enabled(x.device.type):
+        if autocasting(x.device):
             q = q.to(torch.get_autocast_dtype(x.device.type))  # there is no query projection to do it
         return self._operator(q, x, causal=False, key_mask=key_mask, pair_mask=pair_mask, attn_bias=attn_bias)
 

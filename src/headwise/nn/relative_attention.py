@@ -30,6 +30,7 @@ from headwise.operators.compose import per_head
 from headwise.operators.relative.positional import Positional
 from headwise.operators.relative.quadratic import log_width, quadratic
 from headwise.operators.relative.shift import Border, shift
+from headwise.shapes import autocasting
 
 PAD_MODES = {"zeros": "constant", "replicate": "replicate", "reflect": "reflect", "circular": "circular"}
 """Border -> mode of `torch.nn.functional.pad`."""
@@ -141,7 +142,7 @@ class ConvolutionGeometry:
             raise ShapeError(
                 f"{owner}: axis 'channels' must agree, but x has {x.shape[-1 - axes]}, the layer {self.in_channels}"
             )
-        if x.dtype != weight.dtype:
+        if x.dtype != weight.dtype and not autocasting(x.device):
             raise DtypeError(f"{owner}: dtypes must agree, but x is {x.dtype}, the weights are {weight.dtype}")
         grid = tuple(x.shape[-axes:])
         if min(grid) < 1:

@@ -26,7 +26,7 @@ from headwise.operators._kernels.row_chunks import AveragedOperator
 from headwise.operators.claims import Claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
 from headwise.operators.similarity import Embedding, embed
-from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind
+from headwise.shapes import all_finite, autocasting, broadcast_batch, no_empty_axis, same_kind
 
 
 @final
@@ -163,6 +163,8 @@ def concatenation(
     """
     q, k = embed("Concatenation", "q", q, theta), embed("Concatenation", "k", k, phi)
     no_empty_axis("Concatenation", q=q, k=k)
+    if autocasting(q.device):
+        w = w.to(q.dtype)
     same_kind("Concatenation", q=q, k=k, w=w)
     widths = q.shape[-1], k.shape[-1]
     if w.dim() < 1 or w.shape[-1] != sum(widths):

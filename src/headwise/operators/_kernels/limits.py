@@ -9,7 +9,7 @@ LARGEST_SCORE = 1e29
 """Scores of operators that use HIDDEN stay below this, so that no visible key is taken for a masked one."""
 
 LARGEST_LSE = 2.0**-10
-"""S - lse keeps ten bits if |lse| eps is below this; beyond it P is computed from the differences to the row maximum."""
+"""S - lse keeps ten bits if |lse| eps is below this; beyond it P is computed from differences to the row maximum."""
 
 LARGE_NEGATIVE = -1e4
 """An additive mask of zeros and numbers up to this one is read as a boolean mask."""

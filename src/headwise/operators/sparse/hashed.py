@@ -8,6 +8,7 @@ is one softmax over the union of all pairs: a pair found twice counts once.  Eve
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -23,7 +24,7 @@ from headwise.operators._kernels.hash_rounds import Rounds, in_groups
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
-from headwise.shapes import filled, same_axis
+from headwise.shapes import autocasting, filled, same_axis
 
 
 @final
@@ -166,7 +167,9 @@ def _sorted(x: Tensor, rotations: Tensor, qk: QueriesKeys, chunk: int) -> tuple[
     hashes = rotations.float().reshape(-1, *rotations.shape[-3:])  # (1 or 2, rounds, k, half)
     half = hashes.shape[-1]
     # one product for all rounds: (*batch, n, hashes, rounds, half)
-    turned = (x.float() @ hashes.movedim(-2, 0).flatten(1)).unflatten(-1, (*hashes.shape[:2], half))
+    with torch.autocast(x.device.type, enabled=False) if autocasting(x.device) else nullcontext():
+        turned = x.float() @ hashes.movedim(-2, 0).flatten(1)
+    turned = turned.unflatten(-1, (*hashes.shape[:2], half))
     # argmax [y; -y] is the argmax of |y|, in the second half where y is negative
     best = turned.abs().argmax(-1, keepdim=True)
     negative = turned.gather(-1, best).squeeze(-1) < 0
