@@ -17,8 +17,8 @@ from torch import Tensor
 
 from headwise.errors import DtypeError, InputError, NonFiniteError, ShapeError
 
-MOST = 2**40
-"""The largest size that is taken for one: torch's own counters overflow beyond 2^63 entries."""
+MOST = 2**31 - 1
+"""The largest size of anything: products of two of them still fit torch's counters."""
 
 
 def same_axis(owner: str, axis: str, **sizes: int) -> int:
@@ -29,13 +29,47 @@ def same_axis(owner: str, axis: str, **sizes: int) -> int:
     return next(iter(sizes.values()))
 
 
-def whole_numbers(owner: str, *, least: int = 1, **sizes: object) -> None:
-    """Every size is a whole number (not a bool) between `least` and 2^40."""
+def whole_numbers(owner: str, *, least: int = 1, most: int = MOST, **sizes: object) -> None:
+    """Every size is a whole number (not a bool) between `least` and `most`."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not hasattr(type(size), "__index__"):
+        if isinstance(size, (bool, Tensor)) or not hasattr(type(size), "__index__"):
             raise InputError(f"{owner}: {name} must be a whole number, but is {shown(size)}")
-        if not least <= size <= MOST:  # type: ignore[operator]
-            raise ShapeError(f"{owner}: {name} must be at least {least} and at most 2^40, but is {shown(size)}")
+        if size < least:  # type: ignore[operator]
+            raise ShapeError(f"{owner}: {name} must be at least {least}, but is {shown(size)}")
+        if size > most:  # type: ignore[operator]
+            raise ShapeError(f"{owner}: {name} must be at most {most}, but is {shown(size)}")
+
+
+def whole_tuple(owner: str, name: str, sizes: object, *, least: int = 1) -> tuple[int, ...]:
+    """A sequence of whole numbers, one for each axis, as a tuple."""
+    if isinstance(sizes, (str, bytes, Tensor)) or not isinstance(sizes, Sequence):
+        raise InputError(f"{owner}: {name} must be a sequence of whole numbers, but is {shown(sizes)}")
+    whole_numbers(owner, least=least, **{f"{name}[{i}]": size for i, size in enumerate(sizes)})
+    return tuple(sizes)
+
+
+def is_generator(owner: str, generator: object) -> None:
+    """A torch.Generator, or None for torch's own."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError(f"{owner}: generator must be a torch.Generator, but is {shown(generator)}")
+
+
+def whole_pairs(owner: str, name: str, pairs: object) -> tuple[tuple[int, int], ...]:
+    """A sequence of (before, after), one pair of whole numbers for each axis, as a tuple."""
+    if isinstance(pairs, (str, bytes, Tensor)) or not isinstance(pairs, Sequence):
+        raise InputError(f"{owner}: {name} must be a sequence of (before, after), but is {shown(pairs)}")
+    found = tuple(whole_tuple(owner, f"{name}[{axis}]", pair, least=0) for axis, pair in enumerate(pairs))
+    for axis, pair in enumerate(found):
+        if len(pair) != 2:
+            raise ShapeError(f"{owner}: {name}[{axis}] must be (before, after), but has {len(pair)} entries")
+    return found  # type: ignore[return-value]
+
+
+def truth_values(owner: str, **flags: object) -> None:
+    """Every flag is True or False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(f"{owner}: {name} must be True or False, but is {shown(flag)}")
 
 
 def are_tensors(owner: str, **tensors: object) -> None:

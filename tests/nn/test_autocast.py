@@ -119,7 +119,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[], n
     "Encoder": (
         lambda: Encoder(WIDTH, 2, 2),
         SEQUENCE,
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, norm_first=True), 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False),
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, norm_first=True),
+            2,
+            nn.LayerNorm(WIDTH),
+            enable_nested_tensor=False,
+        ),
     ),
     "Encoder, norm last": (
         lambda: Encoder(WIDTH, 2, 2, norm_first=False),
@@ -129,7 +134,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[], n
     "Encoder, reversible": (
         lambda: Encoder(WIDTH, 2, 2, reversible=True),
         SEQUENCE,
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, norm_first=True), 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False),
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, norm_first=True),
+            2,
+            nn.LayerNorm(WIDTH),
+            enable_nested_tensor=False,
+        ),
     ),
     "GridAttention": (lambda: GridAttention(3, 1), IMAGE, lambda: nn.Conv2d(3, 3, 1)),
     "PatchEmbedding": (lambda: PatchEmbedding(3, (2, 2), WIDTH), IMAGE, lambda: nn.Conv2d(3, WIDTH, 2)),
@@ -152,16 +162,21 @@ def _converted(mode: str, border: str) -> nn.Module:
         return convert(conv)[0]
     if mode == "soft":
         return convert(conv, soft(2.0))[0]
-    from headwise.nn import QuadraticAttention
     from headwise.convolution.conversion import geometry_of
+    from headwise.nn import QuadraticAttention
 
     return QuadraticAttention(
-        geometry_of(conv), conv.weight.detach().clone(), None, centres=normal(9, 2, seed=0).float(), log_widths=torch.zeros(2)
+        geometry_of(conv),
+        conv.weight.detach().clone(),
+        None,
+        centres=normal(9, 2, seed=0).float(),
+        log_widths=torch.zeros(2),
     )
 
 
 def _agrees(layer: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
     """The output under autocast, after comparing it and its gradients with those in float32."""
+
     def gradients(out: Tensor) -> list[Tensor]:
         leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
         pull = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out.dtype)

@@ -18,7 +18,7 @@ from headwise.errors import ShapeError
 from headwise.nn.attention_layer import AttentionLayer, Builder
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
-from headwise.shapes import autocasting
+from headwise.shapes import autocasting, whole_numbers
 
 
 @final
@@ -55,6 +55,7 @@ class LearnedQuery(AttentionLayer):
             out_bias=out_bias,
             out_width=out_width,
         )
+        whole_numbers("LearnedQuery", least=0, queries=queries)
         if queries < 1:
             raise ShapeError(f"LearnedQuery: axis 'm' must be at least 1, but queries is {queries}")
         # unit variance, like projections of normalised tokens; near zero all queries would give the mean

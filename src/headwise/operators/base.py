@@ -18,7 +18,6 @@ from headwise.linalg.krylov import Spectrum, singular_values
 from headwise.operators.claims import Claim
 from headwise.shapes import are_tensors, autocasting, broadcast_batch, same_axis, same_kind
 
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -105,6 +104,8 @@ class AttentionOperator(ABC):
         are_tensors(name, v=v)
         if v.dim() < 2:
             raise ShapeError(f"{name}: v must be (*batch, n, d), but has shape {tuple(v.shape)}; add a column axis")
+        if 0 in v.shape:
+            raise ShapeError(f"{name}: v has shape {tuple(v.shape)}: an empty axis has no attention")
         same_axis(name, "n", operator=self.shape[-1], v=v.shape[-2])
         broadcast_batch(name, operator=self.shape[:-2], v=v.shape[:-2])
         # an operator without tensors acts on any floating dtype and device

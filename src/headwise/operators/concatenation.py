@@ -163,7 +163,7 @@ def concatenation(
     """
     q, k = embed("Concatenation", "q", q, theta), embed("Concatenation", "k", k, phi)
     no_empty_axis("Concatenation", q=q, k=k)
-    if autocasting(q.device):
+    if autocasting(q.device) and isinstance(w, Tensor):
         w = w.to(q.dtype)
     same_kind("Concatenation", q=q, k=k, w=w)
     widths = q.shape[-1], k.shape[-1]

@@ -16,9 +16,9 @@ from typing import Any, ParamSpec, TypeVar, final
 import torch
 from torch import Tensor
 
-from headwise.errors import DtypeError, InputError, ShapeError, UnsupportedError
+from headwise.errors import DtypeError, ShapeError, UnsupportedError
 from headwise.operators._kernels import limits
-from headwise.shapes import all_finite, are_tensors, broadcasts_to, read, shown
+from headwise.shapes import all_finite, are_tensors, broadcasts_to, read, truth_values
 
 
 @final
@@ -56,8 +56,7 @@ class Mask:
 
         A key_mask (b, n) against a batch (b, h) is shared by the heads.
         """
-        if not isinstance(causal, bool):
-            raise InputError(f"{owner}: causal must be True or False, but is {shown(causal)}")
+        truth_values(owner, causal=causal)
         for name, x in (("key_mask", key_mask), ("pair_mask", pair_mask), ("attn_bias", attn_bias)):
             if x is None:
                 continue
@@ -410,6 +409,8 @@ def supports(
 
         @functools.wraps(build)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if kwargs.get(CAUSAL.value) is not None:  # builders read it before the mask is checked
+                truth_values(name, causal=kwargs[CAUSAL.value])
             for kind in MaskKind:
                 if kind in kinds or kind.value not in kwargs:
                     continue

@@ -17,6 +17,9 @@ LARGE_NEGATIVE = -1e4
 SELF_SCORE = -1e5
 """Score of a position with itself in shared-QK hashing (Reformer): it counts only where there is no other key."""
 
+NYSTROM_STEPS = 100
+"""Most steps towards a pseudo-inverse; six converge for most heads."""
+
 MAX_COLUMNS = 512
 """Columns in one call of the fused kernel; measured per column, wider calls stop getting cheaper."""
 

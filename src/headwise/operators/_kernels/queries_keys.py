@@ -102,7 +102,8 @@ def checked_scale(owner: str, width: int, scale: float | None, *, positive: bool
     if scale is None:
         return 1 / math.sqrt(width)
     kind = "a positive number" if positive else "a finite number"
-    if isinstance(scale, bool) or not hasattr(type(scale), "__float__"):
+    one = not isinstance(scale, Tensor) or (scale.numel() == 1 and not scale.is_meta)
+    if isinstance(scale, bool) or not hasattr(type(scale), "__float__") or not one:
         raise InputError(f"{owner}: scale must be {kind}, but is {shown(scale)}")
     if not abs(scale) < limits.LARGEST_SCORE or (positive and scale <= 0):
         raise ShapeError(f"{owner}: scale must be {kind}, but is {shown(scale)}")

@@ -24,7 +24,7 @@ from headwise.operators._kernels.hash_rounds import Rounds, in_groups
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
-from headwise.shapes import autocasting, filled, same_axis
+from headwise.shapes import all_finite, autocasting, filled, is_generator, same_axis, same_kind, whole_numbers
 
 
 @final
@@ -134,10 +134,12 @@ def hashed(
     shared = k is None
     qk = QueriesKeys.checked("Hashed", q, q if k is None else k, scale=scale, causal=causal, key_mask=key_mask)
     n = qk.require_square("Hashed", "window for new queries against a cache, or softmax")
-    if chunk < 1 or rounds < 1:
-        raise ShapeError(f"Hashed: chunk and rounds must be at least 1, but are {chunk} and {rounds}")
+    whole_numbers("Hashed", chunk=chunk, rounds=rounds)
+    is_generator("Hashed", generator)
     if rotations is None:
         rotations = random_rotations(q.shape[-1], n / chunk, rounds, generator=generator).to(q)
+    same_kind("Hashed", q=q, rotations=rotations)
+    all_finite("Hashed", rotations=rotations)
     if rotations.dim() not in (3, 4) or 0 in rotations.shape:
         raise ShapeError(
             f"Hashed: rotations must be (rounds, k, buckets / 2) or (2, rounds, k, root / 2), but have shape "
