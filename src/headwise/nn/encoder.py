@@ -71,7 +71,9 @@ class Encoder(nn.Module):
     ) -> None:
         super().__init__()
         self.width = width
-        whole_numbers("Encoder", most=MOST_LAYERS, depth=depth)
+        whole_numbers("Encoder", least=0, most=MOST_LAYERS, depth=depth)
+        if depth < 1:
+            raise InputError(f"Encoder: depth must be at least 1, but is {depth}")
         whole_numbers("Encoder", width=width, hidden=1 if hidden is None else hidden)
         truth_values("Encoder", norm_first=norm_first, reversible=reversible)
         if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:

@@ -138,7 +138,8 @@ def hashed(
     is_generator("Hashed", generator)
     if rotations is None:
         rotations = random_rotations(q.shape[-1], n / chunk, rounds, generator=generator).to(q)
-    same_kind("Hashed", q=q, rotations=rotations)
+    same_kind("Hashed", rotations=rotations)
+    same_kind("Hashed", q=q, rotations=rotations.to(q.dtype))  # hashes are computed in float32
     all_finite("Hashed", rotations=rotations)
     if rotations.dim() not in (3, 4) or 0 in rotations.shape:
         raise ShapeError(
