@@ -44,8 +44,8 @@ def checked_map(
 
 
 def checked_shape(owner: str, shape: object) -> tuple[int, ...]:
-    """(*batch, m, n), no axis empty."""
-    sizes = whole_tuple(owner, "shape", shape)
+    """(*batch, m, n)"""
+    sizes = whole_tuple(owner, "shape", shape, least=0)
     if len(sizes) < 2:
         raise ShapeError(f"{owner}: shape must be (*batch, m, n), but is {sizes}")
     return sizes

@@ -46,13 +46,13 @@ class LinformerAttention(nn.Module):
 
     def forward(self, x: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
         """`key_mask` (*batch, n), True = attend; outputs there equal those of the sequence without padding."""
+        owner = "LinformerAttention"
+        truth_values(owner, causal=causal)
         if causal:
             raise UnsupportedError(
                 "LinformerAttention: E mixes positions, so queries would attend to later keys; use MultiHead with "
                 "LearnedBlocks(projected_blocks, ...)"
             )
-        owner = "LinformerAttention"
-        truth_values(owner, causal=causal)
         no_empty_axis(owner, x=x)
         same_kind(owner, x=x)
         if not autocasting(x.device):
