@@ -1,6 +1,7 @@
 """The errors raised for bad input.  A message is one sentence: who, what was given, what to do."""
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 
 
@@ -40,7 +41,28 @@ def needs_extra(extra: str, purpose: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise InputError(
-            f"{purpose} needs {error.name}, which is not installed; pip install 'headwise[{extra}]', or in a checkout "
-            f"pip install '.[{extra}]'"
-        ) from error
+        raise _missing(extra, purpose, error.name) from error
+
+
+def check_extra(extra: str, purpose: str, *packages: str) -> None:
+    """Raise the error of `needs_extra` now, before hours of work, if one of the packages is not installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise _missing(extra, purpose, package)
+
+
+def shown(path: object) -> str:
+    """A path for a message: with escapes if it has line breaks or other characters that cannot be printed.
+
+    >>> print(shown("out/runs[exp] 1"), shown("two\\nlines"))
+    out/runs[exp] 1 'two\\nlines'
+    """
+    text = str(path)
+    return text if text.isprintable() else ascii(text)
+
+
+def _missing(extra: str, purpose: str, package: str | None) -> InputError:
+    return InputError(
+        f"{purpose} needs {package}, which is not installed; pip install 'headwise[{extra}]', or in a checkout "
+        f"pip install '.[{extra}]'"
+    )

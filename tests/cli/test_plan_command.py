@@ -42,7 +42,7 @@ def test_a_table_a_figure_and_a_plan(factory: str, tmp_path: Path, capsys: pytes
     assert plan.tolerance == 0.1
     assert (out / "trade-off.svg").read_text().count("<svg") == 1
     assert not (out / ".unfinished").exists()
-    assert main(["plan", factory, "--quick", "--json", "-o", str(out)]) == 0
+    assert main(["plan", factory, "--quick", "--json", "-o", str(out), "--force"]) == 0
     assert json.loads(capsys.readouterr().out)["measure"] == "cosine"
 
 
@@ -51,7 +51,8 @@ def test_bad_input_is_one_message_and_no_plan(factory: str, tmp_path: Path, caps
     for arguments, words in (
         (["python:few_texts:build"], "at least 6 batches"),
         ([factory, "--length", "9999"], "512 positions, but the target length is 9999"),
-        ([factory, "--tolerance", "-1"], "tolerance must be a finite number"),
+        ([factory, "--tolerance", "-1"], "--tolerance is -1; it must be a finite number"),
+        ([factory, "--tolerance", "5"], "1 - cos, is at most 2"),
         ([factory, "--transfer", "-1"], "--transfer is -1"),
     ):
         assert main(["plan", *arguments, "--quick", "-o", str(out)]) == 2

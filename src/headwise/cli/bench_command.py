@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import argparse
 import math
-from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from headwise.cli.options import MODEL_HELP, add_json, add_output, check_at_least, is_quiet
+from headwise.cli.options import (
+    MODEL_HELP,
+    Parser,
+    add_force,
+    add_json,
+    add_output,
+    file_path,
+    is_quiet,
+    nonempty,
+    whole_number,
+)
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
-from headwise.outputs import json_text, writable_directory, write_json
+from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
     from headwise.bench import Scaling, Timing
@@ -22,36 +31,47 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    check_at_least(options, rounds=1)
     return options.command(options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="headwise bench", description="Measure what attention costs on this machine.")
+    parser = Parser(prog="headwise bench", description="Measure what attention costs on this machine.")
     commands = parser.add_subparsers(required=True, metavar="scaling | peers | fidelity")
     scaling = commands.add_parser("scaling", help="every operator over n: time, memory, operations, fitted exponents")
-    scaling.add_argument("--operators", nargs="+", metavar="NAME", help="some operators (default: all)")
-    scaling.add_argument("--fresh", action="store_true", help="discard the measurements of earlier runs in DIR")
+    scaling.add_argument("--operators", nargs="+", type=nonempty, metavar="NAME", help="some operators (default: all)")
+    scaling.add_argument("--fresh", action="store_true", help="measure again what earlier runs in DIR have measured")
+    add_force(scaling)
     add_output(scaling, default="headwise-bench", help="scaling.json and scaling.svg are written here")
     peers = commands.add_parser("peers", help="the same layer by other installed packages, as ratios in one run")
-    peers.add_argument("--layers", nargs="+", metavar="NAME", help="some layers, of headwise or others (default: all)")
+    peers.add_argument(
+        "--layers", nargs="+", type=nonempty, metavar="NAME", help="some layers, of headwise or others (default: all)"
+    )
     fidelity = commands.add_parser("fidelity", help="distance of every operator from softmax attention, and its cost")
     source = fidelity.add_mutually_exclusive_group()
     source.add_argument(
         "--model",
         nargs="?",
         const="minilm",
+        type=nonempty,
         metavar="MODEL",
         help=f"use q, k and v of every layer of a model that reads a text: {MODEL_HELP}",
     )
     source.add_argument(
-        "--tensors", type=Path, metavar="FILE", help="q, k and v (*batch, n, width) saved by torch.save as a dictionary"
+        "--tensors",
+        type=file_path,
+        metavar="FILE",
+        help="q, k and v (*batch, n, width) saved by torch.save as a dictionary",
     )
     for part, command in ((scaling, _scaling), (peers, _peers), (fidelity, _fidelity)):
         nargs = None if part is fidelity else "+"
-        part.add_argument("--n", nargs=nargs, type=int, metavar="N", help="number of tokens")
+        part.add_argument("--n", nargs=nargs, type=whole_number(2, 1 << 20), metavar="N", help="number of tokens")
         part.add_argument("--quick", action="store_true", help="short sequences, few rounds")
-        part.add_argument("--rounds", type=int, metavar="R", help="measurements of each time (default: 5; quick: 2)")
+        part.add_argument(
+            "--rounds",
+            type=whole_number(1, 1_000_000),
+            metavar="R",
+            help="measurements of each time (default: 5; quick: 2)",
+        )
         add_json(part)
         part.set_defaults(command=command)
     return parser
@@ -62,31 +82,30 @@ def _scaling(options: argparse.Namespace) -> int:
 
     lengths = _lengths(options.n, QUICK if options.quick else LENGTHS)
     jobs = scaling_jobs(options.operators, lengths, ranks=options.operators is None)
-    out = writable_directory(options.out)
-    store = out / "scaling.jsonl"
-    if options.fresh:
-        store.unlink(missing_ok=True)
-    with bar("measuring", len(jobs), quiet=is_quiet(options)) as advance:
-        scaling = measure_scaling(
-            jobs,
-            store,
-            advance,
-            rounds=options.rounds or (2 if options.quick else 5),
-            seconds=20.0 if options.quick else 60.0,
-            together=options.quick,
-        )
-    files = [out / "scaling.json"]
-    write_json(files[0], scaling.to_dict())
-    with suppress(ImportError):  # matplotlib is an extra
-        from headwise.bench.scaling_figure import draw_scaling
+    names = ["scaling.json", "scaling.svg"] if find_spec("matplotlib") else ["scaling.json"]  # it is an extra
+    force = options.force or options.fresh
+    with OutputDirectory(options.out, command="bench", names=names, force=force) as out:
+        with bar("measuring", len(jobs), quiet=is_quiet(options)) as advance:
+            scaling = measure_scaling(
+                jobs,
+                out.path / "scaling.jsonl",
+                advance,
+                rounds=options.rounds or (2 if options.quick else 5),
+                seconds=20.0 if options.quick else 60.0,
+                together=options.quick,
+                fresh=options.fresh,
+            )
+        out.write_json("scaling.json", scaling.to_dict())
+        if "scaling.svg" in names:
+            from headwise.bench.scaling_figure import draw_scaling
 
-        draw_scaling(scaling, out / "scaling.svg")
-        files.append(out / "scaling.svg")
+            with out.atomic("scaling.svg") as path:
+                draw_scaling(scaling, path)
     if options.json:
         print(json_text(scaling.to_dict()))
         return 0
     _print_scaling(scaling)
-    print("wrote", ", ".join(map(str, files)))
+    print("wrote", ", ".join(str(out.path / name) for name in names))
     return 0
 
 
@@ -161,7 +180,7 @@ def _fidelity(options: argparse.Namespace) -> int:
     elif options.model is not None:
         layers = _captured(options.model, n)
     else:
-        layers = [random_heads(_lengths([n or 2048], ())[0])]
+        layers = [random_heads(n or 2048)]
     rows, refused = measure_fidelity(layers)
     if options.json:
         print(json_text({"layers": len(layers), "rows": [asdict(row) for row in rows], "refused": refused}))
@@ -200,21 +219,33 @@ def _captured(model: str, length: int | None) -> list[tuple[Any, Any, Any]]:
 
 
 def _tensors(path: Path) -> tuple[Any, Any, Any]:
-    import torch
+    """q, k and v of a file, checked: floating point, at least (n, width), values for every entry."""
+    from torch import Tensor
 
-    try:
-        saved = torch.load(path, weights_only=True)
-        return saved["q"], saved["k"], saved["v"]
-    except (OSError, KeyError, TypeError, RuntimeError, UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"{path}: needs a dictionary of tensors q, k and v saved by torch.save ({reason})") from error
+    from headwise.models.gate import load_tensors
+
+    saved = load_tensors(path)
+    missing = [name for name in "qkv" if not isinstance(saved, dict) or not isinstance(saved.get(name), Tensor)]
+    if missing:
+        raise InputError(f"{path} must be a dictionary of tensors q, k and v, but has no tensor {missing[0]!r}")
+    for name in "qkv":
+        x = saved[name]
+        shape = tuple(x.shape)
+        if not x.is_floating_point() or x.is_sparse or x.is_quantized or x.dim() < 2 or 0 in shape:
+            raise InputError(f"{path}: {name} must be (*batch, n, width) in floating point, but is {x.dtype} {shape}")
+        if x.numel() * x.element_size() > x.untyped_storage().nbytes():
+            raise InputError(f"{path}: {name} is {shape} but repeats fewer stored numbers; save a contiguous tensor")
+        if not x.isfinite().all():
+            raise InputError(f"{path}: {name} has entries that are not finite")
+    q, k, v = (saved[name].detach().contiguous() for name in "qkv")
+    if q.shape[:-2] != k.shape[:-2] or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))
+        raise InputError(f"{path}: {shapes} do not fit; q is (*batch, m, k), k (*batch, n, k), v (*batch, n, d)")
+    return q, k, v
 
 
 def _lengths(requested: list[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    lengths = default if requested is None else tuple(requested)
-    if min(lengths) < 2:
-        raise InputError(f"--n is {min(lengths)}; it must be at least 2")
-    return lengths
+    return default if requested is None else tuple(requested)
 
 
 def _seconds(x: float) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
-from headwise.cli.options import add_output
+from headwise.cli.options import Parser, add_force, add_output, nonempty, number
 from headwise.errors import InputError
+
+LARGEST_INPUT = 1 << 31
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="headwise convert",
         description="Convert every convolution of a model to attention with one head per kernel cell; "
         "outputs are equal up to rounding.",
@@ -19,16 +22,28 @@ def run(argv: list[str]) -> int:
         "headwise.convert(factory())[0].  Exit code: 0 if every convolution was converted, 1 if some were left.",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="an exported program (MODEL.pt2), or python:module:factory, which runs your code"
+        "model",
+        type=nonempty,
+        metavar="MODEL",
+        help="an exported program (MODEL.pt2), or python:module:factory, which runs your code",
     )
     add_output(parser, metavar="OUT", required=True, help="file to write: .pt2 or .pt")
-    parser.add_argument("--soft", type=float, metavar="ALPHA", help="quadratic softmax heads with trainable centres")
-    parser.add_argument("--input", metavar="SIZES", help="shape of an input to run and export with, such as 1,3,32,32")
+    parser.add_argument("--allow-pickle", action="store_true", help="load a program that could run code")
+    parser.add_argument(
+        "--soft", type=number(0), metavar="ALPHA", help="quadratic softmax heads with trainable centres"
+    )
+    parser.add_argument(
+        "--input", type=_sizes, metavar="SIZES", help="shape of an input to run and export with, such as 1,3,32,32"
+    )
+    add_force(parser)
     parser.add_argument("--json", action="store_true", help="print the receipt as JSON")
     options = parser.parse_args(argv)
     if options.out.suffix not in (".pt", ".pt2"):
         raise InputError(f"OUT must end in .pt or .pt2, but is {options.out}")
-    receipt = _convert(options)
+    from headwise.outputs import new_file
+
+    with new_file(options.out, force=options.force) as file:
+        receipt = _convert(options, file)
     if options.json:
         from headwise.outputs import json_text
 
@@ -38,62 +53,52 @@ def run(argv: list[str]) -> int:
     return 1 if receipt.left else 0
 
 
-def _convert(options: argparse.Namespace) -> Any:
+def _convert(options: argparse.Namespace, file: Path) -> Any:
     import torch
 
     from headwise.convolution import convert, exact, soft
     from headwise.convolution.exported_program import convert_exported
     from headwise.models.factory import call_factory
-    from headwise.outputs import atomic
+    from headwise.models.gate import Trust, load_program
+    from headwise.outputs import writing
 
     mode = exact if options.soft is None else soft(options.soft)
     if options.model.endswith(".pt2"):
         if options.out.suffix != ".pt2":
             raise InputError(f"an exported program is written as .pt2, but OUT is {options.out}")
-        program, receipt = convert_exported(_load_program(options.model), mode)
+        program, receipt = convert_exported(load_program(options.model, Trust(options.allow_pickle)), mode)
     else:
         if not options.model.startswith("python:"):
             raise InputError(f"MODEL must be a .pt2 file or python:module:factory, but is {options.model!r}")
         model, _ = call_factory(options.model)
         generator = torch.Generator().manual_seed(0)
-        probe = None if options.input is None else torch.randn(_sizes(options.input), generator=generator)
+        probe = None if options.input is None else torch.randn(options.input, generator=generator)
         if options.out.suffix == ".pt2" and probe is None:
             raise InputError("exporting needs the shape of an input: add --input with its sizes, such as 1,3,32,32")
         new, receipt = convert(model, mode, probe=probe)
         if options.out.suffix == ".pt":
-            with atomic(options.out) as path:
-                torch.save(new.state_dict(), path)
+            with writing(options.out):
+                torch.save(new.state_dict(), file)
             return receipt
         program = torch.export.export(new.eval(), (probe,))
-    with atomic(options.out) as path:
-        torch.export.save(program, path)
+    with writing(options.out):
+        torch.export.save(program, file)
     return receipt
-
-
-def _load_program(path: str) -> Any:
-    import torch
-
-    if not Path(path).is_file():
-        raise InputError(f"{path} is not a file")
-    try:
-        return torch.export.load(path)
-    except Exception as error:  # torch raises many kinds of errors on files of other formats
-        raise InputError(f"{path} is not an exported program: {error}") from error
 
 
 def _sizes(text: str) -> list[int]:
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise InputError(f"--input must be sizes such as 1,3,32,32, but is {text!r}") from error
-    if min(sizes) < 1:
-        raise InputError(f"--input must be positive sizes, but is {text!r}")
+        raise argparse.ArgumentTypeError(f"is {text[:40]!r}; it must be sizes such as 1,3,32,32") from error
+    if min(sizes) < 1 or len(sizes) > 16 or math.prod(sizes) > LARGEST_INPUT:
+        raise argparse.ArgumentTypeError(
+            f"is {text[:40]!r}; it must be at most 16 positive sizes of 2^31 numbers in all"
+        )
     return sizes
 
 
 def _print_receipt(receipt: Any, out: Path) -> None:
-    from rich.console import Console
-
     from headwise.cli.tables import print_table
 
     title = f"{receipt.what}: {len(receipt.parts) or 1} convolutions are now attention"
@@ -110,9 +115,8 @@ def _print_receipt(receipt: Any, out: Path) -> None:
         for part in (*receipt.parts, receipt)
     ]
     print_table(title, headings, rows, bold=-1)
-    console = Console()
     for entry in receipt.left:
-        console.print(f"not converted: {entry.what}: {entry.why}")
+        print(f"not converted: {entry.what}: {entry.why}")
     for note in {note: None for part in (receipt, *receipt.parts) for note in part.notes}:
-        console.print(note)
-    console.print(f"written to {out}")
+        print(note)
+    print(f"written to {out}")

@@ -7,15 +7,16 @@ interrupted run writes complete files of the steps until then.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.cli.options import add_json, add_output, check_at_least
+from headwise.cli.options import Parser, add_force, add_json, add_output, add_seed, whole_number
 from headwise.cli.tables import make_table
-from headwise.errors import needs_extra
-from headwise.outputs import atomic, json_text, writable_directory, write_json
+from headwise.errors import check_extra, needs_extra
+from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,21 +28,27 @@ SIZES = ("steps", "every", "key_width", "keys", "layers", "heads")
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    check_at_least(options, **dict.fromkeys(SIZES, 1))
-    out = None if options.out is None else writable_directory(options.out)
+    if options.out is not None:
+        check_extra("report", "the figure", "matplotlib")
     from headwise.growth.demo import TASKS, train_and_grow
 
     snapshots: list[Snapshot] = []
     sizes = {name: getattr(options, name) for name in SIZES if name != "keys"}
-    stream = train_and_grow(TASKS[options.task](keys=options.keys), **sizes, seed=options.seed)
     files: list[Path] = []
-    try:
-        _follow(stream, snapshots, show=not options.json)
-    finally:  # also when interrupted: complete files of what was done
-        if out is not None and snapshots:
-            files = [out / "grow.json", out / "widths.png"]
-            write_json(files[0], [s.to_dict() for s in snapshots])
-            _draw_widths(files[1], snapshots)
+    with contextlib.ExitStack() as stack:
+        out = None
+        if options.out is not None:
+            names = ("grow.json", "widths.png")
+            out = stack.enter_context(OutputDirectory(options.out, command="grow", names=names, force=options.force))
+        try:
+            stream = train_and_grow(TASKS[options.task](keys=options.keys), **sizes, seed=options.seed)
+            _follow(stream, snapshots, show=not options.json)
+        finally:  # also when interrupted: complete files of what was done
+            if out is not None and snapshots:
+                with out.atomic("widths.png") as path:
+                    _draw_widths(path, snapshots)
+                files = [out.write_json("grow.json", [s.to_dict() for s in snapshots]), out.path / "widths.png"]
+                out.publish()
     if options.json:
         print(json_text({"task": options.task, "snapshots": [s.to_dict() for s in snapshots]}, indent=2))
         return 0
@@ -51,7 +58,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="headwise grow",
         description="Train a small model that adds query/key dimensions where the data show that they are too few.",
     )
@@ -61,14 +68,19 @@ def _parser() -> argparse.ArgumentParser:
         default="lookup",
         help="lookup: the key width is the bottleneck; average: it is not, and nothing should grow",
     )
-    parser.add_argument("--steps", type=int, default=600, help="training steps (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=200, help="steps between growths (default: %(default)s)")
-    parser.add_argument("--key-width", type=int, default=2, metavar="K", help="of every head at the start (default: 2)")
-    parser.add_argument("--keys", type=int, default=128, help="keys to tell apart (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
+    for size, default, most, help in (
+        ("steps", 600, 1_000_000_000, "training steps"),
+        ("every", 200, 1_000_000_000, "steps between growths"),
+        ("key-width", 2, 1024, "query/key width of every head at the start"),
+        ("keys", 128, 65_536, "keys to tell apart"),
+        ("layers", 1, 64, "attention layers"),
+        ("heads", 2, 64, "heads of each layer"),
+    ):
+        described = f"{help} (default: %(default)s)"
+        parser.add_argument(f"--{size}", type=whole_number(1, most), default=default, metavar="N", help=described)
+    add_seed(parser)
     add_output(parser, help="write grow.json and widths.png into DIR")
+    add_force(parser)
     add_json(parser, "the whole run")
     return parser
 
@@ -139,8 +151,7 @@ def _draw_widths(path: Path, snapshots: Sequence[Snapshot]) -> None:
     for s in snapshots:
         if s.event is not None and s.event.changes:
             below.axvline(s.step, color="0.8", zorder=0)
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def stretches(steps: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int, int]]:

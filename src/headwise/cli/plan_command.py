@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.cli import options as shared
-from headwise.errors import InputError
+from headwise.errors import check_extra
+from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
     from headwise.replacement import Plan, PlanPoint
@@ -19,21 +19,27 @@ TOLERANCES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15,
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    partial = options.out / ".unfinished"
-    plan = _plan(options, partial, "headwise plan " + shlex.join(argv))
-    files = plan.save(options.out)
     if not options.json:
-        from headwise.replacement.planning.trade_off_figure import draw
-
-        files.append(draw(plan, options.out / "trade-off.svg"))
+        check_extra("report", "the figure", "matplotlib")
     if options.report is not None:
-        from headwise.examination import add_plan
+        from headwise.examination.report.page import add_plan, check_report
 
+        check_report(options.report)
+    from headwise.replacement.plans import FILES
+
+    names = [*FILES, "trade-off.svg"]
+    with OutputDirectory(options.out, command="plan", names=names, force=options.force, resume=options.resume) as out:
+        plan = _plan(options, out.partial, "headwise plan " + shlex.join(argv))
+        files = plan.save(out)
+        if not options.json:
+            from headwise.replacement.planning.trade_off_figure import draw
+
+            with out.atomic("trade-off.svg") as path:
+                draw(plan, path)
+            files.append(out.path / "trade-off.svg")
+    if options.report is not None:
         files.append(add_plan(options.report, plan.to_dict()))
-    shutil.rmtree(partial, ignore_errors=True)
     if options.json:
-        from headwise.outputs import json_text
-
         print(json_text(plan.to_dict()))
     else:
         _print(plan, files)
@@ -41,7 +47,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = shared.Parser(
         prog="headwise plan",
         description="Choose for every head the cheapest operator that keeps the output of the model: fitted on some "
         "texts, chosen by others, tested on the rest.",
@@ -50,7 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_model(parser)
     shared.add_inputs(parser, texts=None, texts_default="28; with --quick 12", kinds=("images",))
     parser.add_argument(
-        "--tolerance", type=float, default=0.05, metavar="T", help="largest drift allowed (default: %(default)s)"
+        "--tolerance",
+        type=shared.number(0),
+        default=0.05,
+        metavar="T",
+        help="largest drift allowed (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="fewer candidates, fitting steps and texts")
     parser.add_argument(
@@ -60,12 +70,19 @@ def _parser() -> argparse.ArgumentParser:
         help="quantity to minimise (default: %(default)s)",
     )
     parser.add_argument(
-        "--transfer", type=int, default=0, metavar="STEPS", help="train the chosen operators for STEPS more steps"
+        "--transfer",
+        type=shared.whole_number(0, 1_000_000),
+        default=0,
+        metavar="STEPS",
+        help="train the chosen operators for STEPS more steps",
     )
     shared.add_output(parser, default="headwise-plan")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="add the plan to the report of examine there")
+    parser.add_argument(
+        "--report", type=shared.file_path, metavar="DIR", help="add the plan to the report of examine there"
+    )
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--seed", type=int, default=0, help="of the split of the texts, the fits and the search")
+    shared.add_force(parser)
+    shared.add_seed(parser, "of the split of the texts, the fits and the search")
     shared.add_json(parser, "the plan")
     return parser
 
@@ -75,15 +92,10 @@ def _plan(options: argparse.Namespace, partial: Path, command: str) -> Plan:
     from headwise.replacement import Effort, plan
     from headwise.replacement.planning.make_plan import QUICK
 
-    shared.check_at_least(options, transfer=0)
     if options.texts is None:
         options.texts = 12 if options.quick else 28
     loaded = shared.load(options)
     inputs = shared.make_inputs(options, loaded)
-    if options.report is not None and not (options.report / "report.json").is_file():
-        raise InputError(f"--report {options.report}: has no report.json; run `headwise examine -o DIR` first")
-    if not options.resume:
-        shutil.rmtree(partial, ignore_errors=True)
     with bars(quiet=shared.is_quiet(options)) as progress:
         return plan(
             loaded.model,

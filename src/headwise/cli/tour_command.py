@@ -6,14 +6,14 @@ and between them a softmax in which tokens on a grid attend to their surrounding
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwise.cli.options import Parser, add_force, file_path, whole_number
 from headwise.cli.tables import print_table
-from headwise.errors import InputError, needs_extra
-from headwise.outputs import atomic, json_text
+from headwise.errors import check_extra, needs_extra
+from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
     from headwise.operators import AttentionOperator
@@ -48,19 +48,28 @@ class MeasuredOperator:
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="headwise tour",
         description="Three attention operators with their spectra and costs, three symmetries, and one picture.",
     )
-    parser.add_argument("--side", type=int, default=16, metavar="G", help="tokens lie on a G x G grid (default 16)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also draw DIR/tour.png")
+    parser.add_argument(
+        "--side", type=whole_number(4, 48), default=16, metavar="G", help="tokens lie on a G x G grid (default 16)"
+    )
+    parser.add_argument("--out", type=file_path, metavar="DIR", help="also draw DIR/tour.png")
+    add_force(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(argv)
-    if not 4 <= options.side <= 48:
-        raise InputError(f"--side must lie between 4 and 48, but is {options.side}")
 
-    operators, symmetries = measure_operators(options.side), check_symmetries(options.side)
-    picture = None if options.out is None else draw(operators, options.side, options.out / "tour.png")
+    picture = None
+    if options.out is None:
+        operators, symmetries = measure_operators(options.side), check_symmetries(options.side)
+    else:
+        check_extra("report", "the picture", "matplotlib")
+        with OutputDirectory(options.out, command="tour", names=["tour.png"], force=options.force) as out:
+            operators, symmetries = measure_operators(options.side), check_symmetries(options.side)
+            with out.atomic("tour.png") as path:
+                draw(operators, options.side, path)
+            picture = out.path / "tour.png"
     if options.json:
         facts = {
             "n": options.side**2,
@@ -108,11 +117,12 @@ def check_symmetries(g: int) -> list[tuple[str, SymmetryReport]]:
     import torch
 
     from headwise.nn import MultiHead
+    from headwise.random_state import seeded
     from headwise.theory import check_equivariance, permutations, translations
 
-    torch.manual_seed(0)
-    attention, convolution = MultiHead(32, 4).eval(), torch.nn.Conv2d(4, 4, 3, padding=1).eval()
-    tokens, image = torch.randn(1, g * g, 32), torch.randn(1, 4, g, g)
+    with seeded(0):
+        attention, convolution = MultiHead(32, 4).eval(), torch.nn.Conv2d(4, 4, 3, padding=1).eval()
+        tokens, image = torch.randn(1, g * g, 32), torch.randn(1, 4, g, g)
     return [
         ("self-attention", check_equivariance(attention, permutations(), tokens)),
         ("convolution 3×3", check_equivariance(convolution, permutations(), image, axes="grid")),
@@ -144,7 +154,7 @@ def _print_symmetries(symmetries: list[tuple[str, SymmetryReport]]) -> None:
     print_table(title, headings, rows, words=("layer", "rearrangement", "verdict"))
 
 
-def draw(operators: list[MeasuredOperator], g: int, path: Path) -> Path:
+def draw(operators: list[MeasuredOperator], g: int, path: Path) -> None:
     """Each P as an image, and the three spectra in one plot."""
     with needs_extra("report", "the picture"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -164,6 +174,4 @@ def draw(operators: list[MeasuredOperator], g: int, path: Path) -> Path:
     curves.set(xscale="log", yscale="log", ylim=(1e-4, 4), xlabel="i", title="singular values σᵢ\nof each")
     curves.legend(frameon=False)
     curves.spines[["top", "right"]].set_visible(False)
-    with atomic(path) as temporary:
-        FigureCanvasAgg(figure).print_png(temporary)
-    return path
+    FigureCanvasAgg(figure).print_png(path)

@@ -22,6 +22,7 @@ from headwise.errors import InputError
 from headwise.growth.grower import Grower
 from headwise.growth.growth_event import GrowthEvent, HeadScore
 from headwise.nn.multihead import MultiHead
+from headwise.random_state import seeded
 
 Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 """(batch, generator) -> tokens (b, n, 2) of (key, value), and answers (b, n), -100 where there is no question."""
@@ -40,6 +41,8 @@ class Task:
 
 def lookup(keys: int = 64, values: int = 16, pairs: int = 16, queries: int = 8) -> Task:
     """Pairs with distinct keys, then queries for some of them."""
+    if keys < pairs:
+        raise InputError(f"lookup: {pairs} pairs need as many distinct keys, but there are {keys}")
 
     def draw(b: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         key = torch.rand(b, keys, generator=generator).argsort(1)[:, :pairs]
@@ -149,8 +152,8 @@ def train_and_grow(
     for name, value in {**sizes, "batch": batch, "observe": observe}.items():
         if value < 1:
             raise InputError(f"grow: {name} must be at least 1, but is {value}")
-    torch.manual_seed(seed)
-    model = Reader(task, layers=layers, heads=heads, key_width=key_width)
+    with seeded(seed):
+        model = Reader(task, layers=layers, heads=heads, key_width=key_width)
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     draws = torch.Generator().manual_seed(seed + 1)
     held_out = task.draw(256, torch.Generator().manual_seed(seed + 2))
