@@ -54,11 +54,11 @@ def is_generator(owner: str, generator: object) -> None:
         raise InputError(f"{owner}: generator must be a torch.Generator, but is {shown(generator)}")
 
 
-def whole_pairs(owner: str, name: str, pairs: object) -> tuple[tuple[int, int], ...]:
+def whole_pairs(owner: str, name: str, pairs: object, *, least: int = 0) -> tuple[tuple[int, int], ...]:
     """A sequence of (before, after), one pair of whole numbers for each axis, as a tuple."""
     if isinstance(pairs, (str, bytes, Tensor)) or not isinstance(pairs, Sequence):
         raise InputError(f"{owner}: {name} must be a sequence of (before, after), but is {shown(pairs)}")
-    found = tuple(whole_tuple(owner, f"{name}[{axis}]", pair, least=0) for axis, pair in enumerate(pairs))
+    found = tuple(whole_tuple(owner, f"{name}[{axis}]", pair, least=least) for axis, pair in enumerate(pairs))
     for axis, pair in enumerate(found):
         if len(pair) != 2:
             raise ShapeError(f"{owner}: {name}[{axis}] must be (before, after), but has {len(pair)} entries")

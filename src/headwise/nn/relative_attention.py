@@ -31,6 +31,7 @@ from headwise.operators.relative.positional import Positional
 from headwise.operators.relative.quadratic import log_width, quadratic
 from headwise.operators.relative.shift import Border, shift
 from headwise.shapes import (
+    MOST,
     are_tensors,
     autocasting,
     broadcasts_to,
@@ -64,7 +65,7 @@ class ConvolutionGeometry:
     def __post_init__(self) -> None:
         for name in ("kernel_size", "stride", "dilation"):
             whole_tuple("ConvolutionGeometry", name, getattr(self, name), least=0)
-        whole_pairs("ConvolutionGeometry", "padding", self.padding)
+        whole_pairs("ConvolutionGeometry", "padding", self.padding, least=-MOST)
         whole_numbers("ConvolutionGeometry", least=0, in_channels=self.in_channels, groups=self.groups)
         sizes = {
             "kernel_size": self.kernel_size,

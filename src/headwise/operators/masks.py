@@ -129,8 +129,10 @@ class Mask:
         """
         key_mask, pair_mask, bias = self._tensors
         if bias is not None:
-            all_finite(owner, minus_infinity=True, attn_bias=bias)
-            if read(bias.detach().amin()) in (-math.inf, None):
+            # one reduction in the common case of a finite bias
+            total = read(bias.detach().sum(dtype=torch.promote_types(bias.dtype, torch.float32)))
+            if total is None or not math.isfinite(total):
+                all_finite(owner, minus_infinity=True, attn_bias=bias)
                 hidden = bias == -math.inf
                 bias = bias.masked_fill(hidden, 0)
                 pair_mask = ~hidden if pair_mask is None else pair_mask & ~hidden
@@ -277,7 +279,7 @@ class Mask:
 
     def hide(self, x: Tensor) -> Tensor:
         """x (*batch, n, d) with the rows of masked keys set to zero, whatever they hold."""
-        return x if self.key_mask is None else x.masked_fill(~self.key_mask.unsqueeze(-1), 0)
+        return x if self.key_mask is None else torch.where(self.key_mask.unsqueeze(-1), x, 0)
 
     def average(self, sums: Tensor) -> Tensor:
         """sums_i / C_i for (*batch, m, d); rows without keys, which are zero already, are left alone."""
