@@ -106,7 +106,8 @@ def _models(options: argparse.Namespace) -> int:
     from headwise.replacement.model_comparison import compare_models, open_model
 
     with bar("loading the models", None, quiet=is_quiet(options)):
-        old, new = (open_model(path, trust(options), allow_missing=options.allow_missing) for path in (options.a, options.b))
+        missing = options.allow_missing
+        old, new = (open_model(path, trust(options), allow_missing=missing) for path in (options.a, options.b))
     batches = make_inputs(options, old).batches
     with bar("running both models", len(batches), quiet=is_quiet(options)) as advance:
         found = compare_models(old, new, batches, progress=advance)
