@@ -11,7 +11,8 @@ from headwise.cli.options import Parser, add_force, add_json, add_output, file_p
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import check_extra
-from headwise.outputs import OutputDirectory, json_text, new_file, writing
+from headwise.output_directory import OutputDirectory
+from headwise.outputs import json_text, new_file, writing
 
 if TYPE_CHECKING:
     from headwise.ledger import Ledger
