@@ -152,7 +152,7 @@ def products_fit(owner: str, scale: float, most: float, **pair: Tensor) -> None:
     norms = [read(torch.linalg.vector_norm(x.detach(), dtype=compute)) for x in (a, b)]
     if None in norms or _largest_product(norms, scale) < most:
         return
-    all_finite(owner, minus_infinity=False, **pair)
+    all_finite(owner, **pair)
     rows = [read(torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64).amax()) for x in (a, b)]
     if (largest := _largest_product(rows, scale)) >= most:
         raise NonFiniteError(
