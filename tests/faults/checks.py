@@ -87,7 +87,8 @@ def check_sentence(trial: Trial, ended: Ended, *, codes: set[int], lines: int = 
     if ended.code not in codes:
         trial.broken("exit code", f"{ended.code} instead of {sorted(codes)}: {ended.err.strip()[-200:]!r}")
     said = ended.err.strip().splitlines()
-    if "Traceback" in ended.err or len(said) > lines or any(not line.startswith("headwise ") for line in said):
+    unexplained = "Traceback" in ended.err or "bug in headwise" in ended.err
+    if unexplained or len(said) > lines or any(not line.startswith("headwise ") for line in said):
         trial.broken("traceback", f"{(said or [''])[-1][:300]!r}, {len(said)} lines")
     elif ended.code not in (0, 1, 137, 143) and not said:
         trial.broken("traceback", f"exit code {ended.code} without a word")

@@ -27,13 +27,14 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, and a plan written without a search."""
     from transformers import BertModel
 
-    from tests.cli.test_rewrite_command import plan_of
+    from tests.cli.test_rewrite_command import SOME, plan_of
 
     directory = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     write_models(directory)
     model = BertModel.from_pretrained(directory / "bert").eval()
-    plan_of(model, {"input_ids": torch.randint(64, (1, 24))}, length=24).save(directory / "plan" / "out")
+    batch = {"input_ids": torch.randint(64, (1, 24))}
+    plan_of(model, batch, length=24, choices=SOME[1:3]).save(directory / "plan" / "out")
     return directory
 
 

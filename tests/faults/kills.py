@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import shutil
@@ -96,7 +97,7 @@ def kill_once(server: Server, directory: Path, session: Path, kill: Kill, refere
     check_planted(trial, directory, subject)
     check_files(trial, directory, subject, reference.files, temporaries=kill.signal == "kill")
     if kill.over:
-        _check_not_mixed(trial, directory, reference, before)
+        _check_not_mixed(trial, directory, session / "whole" / subject.name, reference, before)
     finish(server, directory, session, subject, reference, trial, force=kill.over)
     return trial
 
@@ -144,12 +145,20 @@ def _kill_cold(
     return Ended(code, out, err, time.monotonic() - began, 0)
 
 
-def _check_not_mixed(trial: Trial, directory: Path, reference: Reference, before: Mapping[str, bytes]) -> None:
-    """The results under final names are all of the earlier run or all of this one."""
+def _check_not_mixed(
+    trial: Trial, directory: Path, whole: Path, reference: Reference, before: Mapping[str, bytes]
+) -> None:
+    """The results under final names are all of the earlier run or all of this one, or the marker says what is missing.
+
+    Files that are the same in both runs tell nothing.
+    """
     results = {name for name in reference.files if not any(part.startswith(".") for part in Path(name).parts)}
+    results -= {name for name in results if before.get(name) == _content(whole / name)}
     old = {name for name in results if name in before and _content(directory / name) == before[name]}
     new = {name for name in results if (directory / name).exists()} - old
-    if old and new:
+    marker = directory / "out" / ".headwise.json"
+    begun = marker.exists() and json.loads(marker.read_text()).get("publishing")
+    if old and new and not begun:
         trial.broken("mixed", f"{sorted(old)} are of the earlier run, {sorted(new)} of the interrupted one")
 
 

@@ -198,7 +198,7 @@ class Watch:
             path, _, flags = arguments
             if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 return False
-            return isinstance(path, (str, bytes, os.PathLike)) and self._below(path)
+            return self._below(path)
         if event == "os.rename":
             return self._below(arguments[1])
         if event in ("os.mkdir", "os.rmdir", "os.remove", "os.symlink", "os.link", "os.truncate"):
@@ -208,6 +208,8 @@ class Watch:
         return False
 
     def _below(self, path: Any) -> bool:
+        if isinstance(path, int):  # a file that was opened, and counted then
+            return False
         text = os.path.abspath(os.fsdecode(path))
         return text.startswith(self.directory) and os.path.basename(text) not in (
             ".stdout",
@@ -316,6 +318,7 @@ def _serve() -> None:
         os.write(replies, json.dumps({"pid": pid}).encode() + b"\n")
         _, status = os.waitpid(pid, 0)
         os.write(replies, json.dumps({"status": status}).encode() + b"\n")
+    os._exit(0)  # there is nothing to tidy up
 
 
 if __name__ == "__main__":

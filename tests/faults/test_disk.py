@@ -23,10 +23,9 @@ AS_NOBODY = {"user": NOBODY} if os.geteuid() == 0 else {}
     [
         DiskFault(TOUR, "no space left", {"at": 2, "do": f"errno {errno.ENOSPC}"}),
         DiskFault(TOUR, "a file in the way", before="a file in the way"),
-        DiskFault(REWRITE, "input/output error", {"at": 10, "do": f"errno {errno.EIO}"}),
         DiskFault(REWRITE, "file size limit", {"limits": {"RLIMIT_FSIZE": 2_000}}),
         DiskFault(REWRITE, "read-only directory", AS_NOBODY, before="read-only directory"),
-        DiskFault(REWRITE, "file descriptors", {"limits": {"RLIMIT_NOFILE": 9}}),
+        DiskFault(REWRITE, "file descriptors", {"limits": {"RLIMIT_NOFILE": 5}}),
     ],
     ids=lambda fault: f"{fault.subject.name}: {fault.fault}",
 )
@@ -34,6 +33,15 @@ def test_one_sentence_and_whole_files(server, session, references, tmp_path: Pat
     trial = disk_once(server, tmp_path / "trial", session, fault, references[fault.subject.name])
     assert trial.reached
     assert trial.problems == []
+
+
+def test_failing_writes(server, session, references, tmp_path: Path) -> None:
+    trials = []
+    for at in (1, 3, 5, 7, 9):
+        fault = DiskFault(REWRITE, "input/output error", {"at": at, "do": f"errno {errno.EIO}"})
+        trials.append(disk_once(server, tmp_path / str(at), session, fault, references["rewrite"]))
+    assert [problem for trial in trials for problem in trial.problems] == []
+    assert sum(trial.reached for trial in trials) >= 2
 
 
 def test_a_full_disk(server, session, references, tmp_path: Path) -> None:
