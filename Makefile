@@ -32,10 +32,10 @@ $(READY_SLOW): requirements-weights-slow.txt $(READY)
 	@touch $@
 
 demo: $(READY)  ## examine every head of a real model: a table, and a page in out/
-	$(BIN)/headwise examine --out out
+	$(BIN)/headwise examine --out out --force
 
 tour: $(READY)  ## three operators, their spectra and costs: two tables, and a picture in out/
-	$(BIN)/headwise tour --out out
+	$(BIN)/headwise tour --out out --force
 
 test: $(READY)  ## run the default tests, a few minutes on two cores
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow"
@@ -67,8 +67,9 @@ format: $(READY)  ## rewrite the sources in the project's style
 	$(BIN)/ruff format .
 
 pictures: $(READY)  ## draw the pictures of the README again (needs chromium)
-	$(BIN)/headwise tour --out docs/images
-	$(BIN)/headwise examine --out out
+	$(BIN)/headwise tour --out out --force
+	cp out/tour.png docs/images/tour.png
+	$(BIN)/headwise examine --out out --force
 	chromium --headless --no-sandbox --hide-scrollbars --virtual-time-budget=3000 --window-size=1280,1000 \
 	    --screenshot=docs/images/report.png file://$(CURDIR)/out/report.html
 

@@ -34,7 +34,7 @@ from headwise.cli.tables import print_table
 from headwise.errors import InputError
 from headwise.operators import factored, fixed, strided
 from headwise.operators.linear.projections import identity
-from headwise.outputs import append_line, read_lines, writable_directory
+from headwise.outputs import append_line, read_lines
 
 SQUARE = 2048
 Result = dict[str, Times]
@@ -266,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for group in GROUPS
         if (options.only is None or group.name in options.only) and (options.n is None or group.n in options.n)
     ]
-    out = writable_directory(options.out)
+    out = options.out
+    out.mkdir(parents=True, exist_ok=True)
     store = out / ("speed_ratios-quick.jsonl" if options.quick else "speed_ratios.jsonl")
     if options.fresh:
         store.unlink(missing_ok=True)

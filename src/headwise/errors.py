@@ -44,3 +44,13 @@ def needs_extra(extra: str, purpose: str) -> Iterator[None]:
             f"{purpose} needs {error.name}, which is not installed; pip install 'headwise[{extra}]', or in a checkout "
             f"pip install '.[{extra}]'"
         ) from error
+
+
+def shown(path: object) -> str:
+    """A path for a message: with escapes if it has line breaks or other characters that cannot be printed.
+
+    >>> print(shown("out/runs[exp] 1"), shown("two\\nlines"))
+    out/runs[exp] 1 'two\\nlines'
+    """
+    text = str(path)
+    return text if text.isprintable() else ascii(text)

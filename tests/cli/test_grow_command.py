@@ -24,7 +24,7 @@ def test_json_and_files_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [s["step"] for s in events] == [40]
     assert len(events[0]["scores"]) == 2
     assert (tmp_path / "new" / "widths.png").stat().st_size > 5000
-    assert {p.name for p in (tmp_path / "new").iterdir()} == {"grow.json", "widths.png"}
+    assert {p.name for p in (tmp_path / "new").iterdir()} == {".headwise.json", "grow.json", "widths.png"}
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_an_interrupted_run_leaves_whole_files(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         grow.run([*QUICK, "--out", str(tmp_path)])
     assert [s["step"] for s in json.loads((tmp_path / "grow.json").read_text())] == [0, 10, 20]
-    assert {p.name for p in tmp_path.iterdir()} == {"grow.json", "widths.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {".headwise.json", "grow.json", "widths.png"}
 
 
 def test_bad_options(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_table_a_figure_and_a_plan(factory: str, tmp_path: Path, capsys: pytes
     assert plan.tolerance == 0.1
     assert (out / "trade-off.svg").read_text().count("<svg") == 1
     assert not (out / ".unfinished").exists()
-    assert main(["plan", factory, "--quick", "--json", "-o", str(out)]) == 0
+    assert main(["plan", factory, "--quick", "--json", "-o", str(out), "--force"]) == 0
     assert json.loads(capsys.readouterr().out)["measure"] == "cosine"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headwise.cli.main import main
-from headwise.models.fingerprint import fingerprint
+from headwise.models.fingerprint import weights_hash
 from headwise.replacement import Choice, Plan, load
 from tests.models.tiny_models import ALL
 from tests.replacement.plans import describe
@@ -26,7 +26,7 @@ SOME = [
 
 def plan_of(model: nn.Module, batch: dict, *, length: int = 40, choices: list[Choice] = SOME) -> Plan:
     sites = describe(model.eval(), batch)
-    about = {"class": type(model).__name__, "name": "tiny", "fingerprint": fingerprint(model, {}), "sites": sites}
+    about = {"class": type(model).__name__, "name": "tiny", "fingerprint": weights_hash(model), "sites": sites}
     each = {name: choices[: site["heads"]] for name, site in sites.items()}
     fitted = {
         (name, head, choice): {"profile": torch.randn(9)}

@@ -71,4 +71,4 @@ def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path, capsys: pyt
     (tmp_path / "file").write_text("")
     assert main(["tour", "--side", "4", "--out", str(tmp_path / "file" / "deep")]) == 2
     assert "cannot write" in (error := capsys.readouterr().err)
-    assert "tour.png: Not a directory" in error
+    assert "deep: Not a directory" in error

@@ -38,13 +38,13 @@ def test_examine_is_a_function_of_the_package(bert: torch.nn.Module) -> None:
 def test_json_has_a_schema_and_no_nan(bert: torch.nn.Module) -> None:
     found = examine(bert, texts(3), name="tiny", spectra_every=2)
     facts = json.loads(found.to_json(), parse_constant=lambda x: pytest.fail(f"{x} in the JSON"))
-    assert facts["schema"] == 2
+    assert facts["schema"] == 3
     assert facts["inputs"]["spectra_texts"] == 2
     record = facts["records"][5]
     assert (record["site"], record["head"]) == (1, 1)
     assert record["measures"]["entropy"]["texts"] == 3
     assert record["measures"]["effective_rank"]["texts"] == 2
-    assert sum(record["kind_counts"].values()) == 3
+    assert sum(record["kind_counts"].values()) == record["judged"] <= 3
     assert facts["model"]["parameters"] == sum(p.numel() for p in bert.parameters())
 
 
@@ -84,14 +84,16 @@ def test_interrupted_work_is_not_repeated(bert: torch.nn.Module, tmp_path: Path)
     assert resumed.to_json() == examine(bert, batches).to_json()
     with pytest.raises(InputError, match="another model, other inputs or other settings"):
         examine(bert, batches, partial_results=tmp_path, seed=1)
-    other = texts(4)
-    assert examine(bert, other, partial_results=tmp_path).to_json() == examine(bert, other).to_json()
+    with pytest.raises(InputError, match="another model, other inputs or other settings"):
+        examine(bert, texts(4), partial_results=tmp_path)
 
 
 def test_measurements_survive_a_file(bert: torch.nn.Module, tmp_path: Path) -> None:
     found = observe(bert, texts(1)[0])
-    save_measurements(found, tmp_path / "x.pt")
-    (again,) = load_measurements(tmp_path / "x.pt")
+    save_measurements(found, tmp_path / "x.pt", "run")
+    stored = load_measurements(tmp_path / "x.pt", "run")
+    assert stored is not None
+    (again,) = stored
     assert again.sites == found[0].sites
     assert again.blocks == found[0].blocks
     torch.testing.assert_close(again.numbers, found[0].numbers)

@@ -39,4 +39,6 @@ def test_the_command_draws_the_figures(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(claim_figures, "failure_rates", lambda n: dict.fromkeys("abc", rates))
     assert main(["verify", "--figures", str(tmp_path)]) == 0
     names = {"residual-by-depth", "path-lengths", "spectra", "failures"}
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.{kind}" for name in names for kind in ("svg", "png")}
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {
+        f"{name}.{kind}" for name in names for kind in ("svg", "png")
+    }

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from headwise.bench.scaling import Scaling
 from headwise.errors import needs_extra
-from headwise.outputs import atomic
 
 PASSES = ("forward", "forward_backward")
 
@@ -36,8 +35,7 @@ def draw_scaling(scaling: Scaling, path: Path) -> None:
     labels = [_label(scaling, name) for name in names]
     figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(names) // 4), 1, 1))
-    with atomic(path) as temporary:
-        figure.savefig(temporary)
+    figure.savefig(path)
     pyplot.close(figure)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
-from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from headwise.cli.options import MODEL_HELP, add_json, add_output, check_at_least, is_quiet
+from headwise.cli.options import MODEL_HELP, add_force, add_json, add_output, check_at_least, is_quiet
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
-from headwise.outputs import json_text, writable_directory, write_json
+from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
     from headwise.bench import Scaling, Timing
@@ -31,7 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="scaling | peers | fidelity")
     scaling = commands.add_parser("scaling", help="every operator over n: time, memory, operations, fitted exponents")
     scaling.add_argument("--operators", nargs="+", metavar="NAME", help="some operators (default: all)")
-    scaling.add_argument("--fresh", action="store_true", help="discard the measurements of earlier runs in DIR")
+    scaling.add_argument("--fresh", action="store_true", help="measure again what earlier runs in DIR have measured")
+    add_force(scaling)
     add_output(scaling, default="headwise-bench", help="scaling.json and scaling.svg are written here")
     peers = commands.add_parser("peers", help="the same layer by other installed packages, as ratios in one run")
     peers.add_argument("--layers", nargs="+", metavar="NAME", help="some layers, of headwise or others (default: all)")
@@ -62,31 +63,30 @@ def _scaling(options: argparse.Namespace) -> int:
 
     lengths = _lengths(options.n, QUICK if options.quick else LENGTHS)
     jobs = scaling_jobs(options.operators, lengths, ranks=options.operators is None)
-    out = writable_directory(options.out)
-    store = out / "scaling.jsonl"
-    if options.fresh:
-        store.unlink(missing_ok=True)
-    with bar("measuring", len(jobs), quiet=is_quiet(options)) as advance:
-        scaling = measure_scaling(
-            jobs,
-            store,
-            advance,
-            rounds=options.rounds or (2 if options.quick else 5),
-            seconds=20.0 if options.quick else 60.0,
-            together=options.quick,
-        )
-    files = [out / "scaling.json"]
-    write_json(files[0], scaling.to_dict())
-    with suppress(ImportError):  # matplotlib is an extra
-        from headwise.bench.scaling_figure import draw_scaling
+    names = ["scaling.json", "scaling.svg"] if find_spec("matplotlib") else ["scaling.json"]  # it is an extra
+    force = options.force or options.fresh
+    with OutputDirectory(options.out, command="bench", names=names, force=force) as out:
+        with bar("measuring", len(jobs), quiet=is_quiet(options)) as advance:
+            scaling = measure_scaling(
+                jobs,
+                out.path / "scaling.jsonl",
+                advance,
+                rounds=options.rounds or (2 if options.quick else 5),
+                seconds=20.0 if options.quick else 60.0,
+                together=options.quick,
+                fresh=options.fresh,
+            )
+        out.write_json("scaling.json", scaling.to_dict())
+        if "scaling.svg" in names:
+            from headwise.bench.scaling_figure import draw_scaling
 
-        draw_scaling(scaling, out / "scaling.svg")
-        files.append(out / "scaling.svg")
+            with out.atomic("scaling.svg") as path:
+                draw_scaling(scaling, path)
     if options.json:
         print(json_text(scaling.to_dict()))
         return 0
     _print_scaling(scaling)
-    print("wrote", ", ".join(map(str, files)))
+    print("wrote", ", ".join(str(out.path / name) for name in names))
     return 0
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from headwise.cli.examine_command import short_names
 from headwise.cli.options import add_inputs, add_json, is_quiet, make_inputs
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
+from headwise.outputs import json_text
+
+if TYPE_CHECKING:
+    from headwise.examination import ExaminationComparison
 
 
 def run(argv: list[str]) -> int:
@@ -41,27 +46,49 @@ def run(argv: list[str]) -> int:
 
     found = compare_examinations(read_report(options.a), read_report(options.b))
     if options.json:
-        print(json.dumps(found.to_dict()))
-        return 0
+        print(json_text(found.to_dict()))
+    else:
+        _print_examinations(found, options.heads)
+    return 0
+
+
+def _print_examinations(found: ExaminationComparison, count: int) -> None:
+    if found.differs:
+        print("These examinations differ in more than the model, and so may their heads:", *found.differs, sep="\n  ")
     print(f"{found.a} against {found.b}: {len(found.heads)} heads in both, {found.kinds_changed} changed kind.")
-    if found.residual_a and found.residual_b:
-        ends = found.residual_a[-1], found.residual_b[-1]
+    ends = [residuals[-1] for residuals in (found.residual_a, found.residual_b) if residuals]
+    if len(ends) == 2 and None not in ends:
         print(f"Relative residual after the last layer: {ends[0]:.3g} and {ends[1]:.3g}.")
+    has_z, changes = found.ranked_by == "z", found.heads[:count]
+    layers = list(dict.fromkeys(change.layer for change in found.heads))
+    short = dict(zip(layers, short_names(layers), strict=True))
     rows = [
         (
-            change.layer,
+            short[change.layer],
             str(change.head),
-            change.kind_a if change.kind_a == change.kind_b else f"{change.kind_a} → {change.kind_b}",
+            (change.kind_a if change.kind_a == change.kind_b else f"{change.kind_a} → {change.kind_b}")
+            + "*" * (not change.same_length),
             change.measure.replace("_", " "),
             f"{change.a:.3g}",
             f"{change.b:.3g}",
-            f"{change.z:.1f}",
+            str(change.texts_a) if change.texts_a == change.texts_b else f"{change.texts_a}, {change.texts_b}",
+            f"{change.relative:.0%}",
+            *(["–" if change.z is None else f"{change.z:.1f}"] if has_z else []),
         )
-        for change in found.heads[: options.heads]
+        for change in changes
     ]
-    headings = ("layer", "head", "kind", "measure", "A", "B", "spreads")
+    headings = ("layer", "head", "kind", "measure", "A", "B", "texts", "change", *(["z"] if has_z else []))
     print_table(f"The {len(rows)} heads that changed most", headings, rows, words=("layer", "kind", "measure"))
-    return 0
+    if not all(change.same_length for change in changes):
+        print("* judged on texts of other lengths, which alone can change a kind")
+    if not has_z:
+        print("Sorted by relative change: one text on a side shows no spread.  Examine more texts for a z-score.")
+    else:
+        way = "in pairs of the same text" if found.paired else "by Welch's t-test"
+        print(f"z: the change of the mean in standard errors, {way}, allowing for the number of texts.")
+    if found.unranked:
+        names = ", ".join(name.replace("_", " ") for name in found.unranked)
+        print(f"Left out, as measured on one text only: {names}.  Examine with --spectra-every 1 to include them.")
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -73,7 +100,7 @@ def _models(options: argparse.Namespace) -> int:
     with bar("running both models", len(batches), quiet=is_quiet(options)) as advance:
         found = compare_models(old, new, batches, progress=advance)
     if options.json:
-        print(json.dumps(found.to_dict()))
+        print(json_text(found.to_dict()))
         return 0
     rows = [
         (str(index), f"{drift:.2e}", f"{before:.3f}", f"{after:.3f}")

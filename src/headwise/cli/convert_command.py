@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from headwise.cli.options import add_output
+from headwise.cli.options import add_force, add_output
 from headwise.errors import InputError
 
 
@@ -24,11 +24,15 @@ def run(argv: list[str]) -> int:
     add_output(parser, metavar="OUT", required=True, help="file to write: .pt2 or .pt")
     parser.add_argument("--soft", type=float, metavar="ALPHA", help="quadratic softmax heads with trainable centres")
     parser.add_argument("--input", metavar="SIZES", help="shape of an input to run and export with, such as 1,3,32,32")
+    add_force(parser)
     parser.add_argument("--json", action="store_true", help="print the receipt as JSON")
     options = parser.parse_args(argv)
     if options.out.suffix not in (".pt", ".pt2"):
         raise InputError(f"OUT must end in .pt or .pt2, but is {options.out}")
-    receipt = _convert(options)
+    from headwise.outputs import new_file
+
+    with new_file(options.out, force=options.force) as file:
+        receipt = _convert(options, file)
     if options.json:
         from headwise.outputs import json_text
 
@@ -38,13 +42,13 @@ def run(argv: list[str]) -> int:
     return 1 if receipt.left else 0
 
 
-def _convert(options: argparse.Namespace) -> Any:
+def _convert(options: argparse.Namespace, file: Path) -> Any:
     import torch
 
     from headwise.convolution import convert, exact, soft
     from headwise.convolution.exported_program import convert_exported
     from headwise.models.factory import call_factory
-    from headwise.outputs import atomic
+    from headwise.outputs import writing
 
     mode = exact if options.soft is None else soft(options.soft)
     if options.model.endswith(".pt2"):
@@ -61,12 +65,12 @@ def _convert(options: argparse.Namespace) -> Any:
             raise InputError("exporting needs the shape of an input: add --input with its sizes, such as 1,3,32,32")
         new, receipt = convert(model, mode, probe=probe)
         if options.out.suffix == ".pt":
-            with atomic(options.out) as path:
-                torch.save(new.state_dict(), path)
+            with writing(options.out):
+                torch.save(new.state_dict(), file)
             return receipt
         program = torch.export.export(new.eval(), (probe,))
-    with atomic(options.out) as path:
-        torch.export.save(program, path)
+    with writing(options.out):
+        torch.export.save(program, file)
     return receipt
 
 
@@ -115,4 +119,4 @@ def _print_receipt(receipt: Any, out: Path) -> None:
         console.print(f"not converted: {entry.what}: {entry.why}")
     for note in {note: None for part in (receipt, *receipt.parts) for note in part.notes}:
         console.print(note)
-    console.print(f"written to {out}")
+    print(f"written to {out}")

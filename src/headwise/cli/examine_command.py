@@ -6,44 +6,38 @@ import argparse
 import json
 import os
 import shlex
-import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.cli import options as shared
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
-from headwise.errors import InputError
-from headwise.outputs import writable_directory
+from headwise.errors import needs_extra
+from headwise.outputs import PARTIAL, OutputDirectory
 
 if TYPE_CHECKING:
     from headwise.examination.record import Examination, Record
-
-PARTIAL = ".unfinished"
-"""Directory inside the output directory that keeps the results of batches until the report is written."""
 
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     shared.check_at_least(options, texts=1, batch=1, spectra_every=0, random_tokens=4, memory=1)
+    command = "headwise examine " + shlex.join(argv)
     rank, processes = _join_processes()
-    is_new = not options.out.exists()
-    out = writable_directory(options.out) if rank == 0 else options.out
-    options.quiet = options.quiet or rank != 0
-    try:
-        examination = _examine(options, out, "headwise examine " + shlex.join(argv), rank, processes)
-    except InputError:
-        if is_new and rank == 0:
-            with suppress(OSError):  # not empty: it holds partial results for --resume
-                out.rmdir()
-        raise
-    if rank != 0:
+    if rank != 0:  # the first process has the lock, writes the report and prints
+        options.quiet = True
+        _examine(options, options.out.expanduser() / PARTIAL, command, processes)
         return 0
-    from headwise.examination import write_report
+    with needs_extra("report", "the report"):
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    from headwise.examination.report.page import report_names, write_report
 
-    files = write_report(examination, out)
-    shutil.rmtree(out / PARTIAL, ignore_errors=True)
+    with OutputDirectory(
+        options.out, command="examine", names=report_names(), force=options.force, resume=options.resume
+    ) as out:
+        examination = _examine(options, out.partial, command, processes)
+        files = write_report(examination, out)
     if options.json:
         print(json.dumps({"report": str(files[0]), "json": str(files[1]), **examination.to_dict()}, allow_nan=False))
     else:
@@ -67,22 +61,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", type=int, metavar="MB", help="megabytes that blocks of P may take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    shared.add_force(parser)
     parser.add_argument("--no-ablations", action="store_true", help="leave out collapse curves and path lengths")
     shared.add_json(parser)
     return parser
 
 
-def _examine(options: argparse.Namespace, out: Path, command: str, rank: int, processes: int) -> Examination:
+def _examine(options: argparse.Namespace, partial: Path, command: str, processes: int) -> Examination:
     from headwise.examination import examine, with_depth
 
     loaded = shared.load(options)
     inputs = shared.make_inputs(options, loaded)
-    if rank == 0 and not options.resume:
-        shutil.rmtree(out / PARTIAL, ignore_errors=True)
     if processes > 1:
         import torch.distributed as dist
 
-        dist.barrier()  # results of an earlier run are removed
+        dist.barrier()  # the first process has taken the lock and removed partial results of an earlier run
     with bar("measuring heads", len(inputs.batches), quiet=shared.is_quiet(options)) as advance:
         examination = examine(
             loaded.model,
@@ -94,7 +87,7 @@ def _examine(options: argparse.Namespace, out: Path, command: str, rank: int, pr
             spectra_every=options.spectra_every,
             block_bytes=None if options.memory is None else options.memory << 20,
             seed=options.seed,
-            partial_results=out / PARTIAL,
+            partial_results=partial,
             progress=advance,
         )
     if options.no_ablations:
@@ -124,7 +117,7 @@ def _print(examination: Examination, files: list[Path]) -> None:
         (
             short[record.site],
             str(record.head),
-            record.kind,
+            f"{record.kind} {record.kind_counts[record.kind]}/{record.judged}",
             _mean(record, "effective_rank", ".0f"),
             _mean(record, "output_error_64", ".1%"),
             record.description,
@@ -132,7 +125,13 @@ def _print(examination: Examination, files: list[Path]) -> None:
         for record in unusual_heads(examination.records)
     ]
     headings = ("layer", "head", "kind", "eff. rank", "rank-64 error", "description")
-    print_table(f"The {len(rows)} most unusual heads", headings, rows, words=("layer", "kind", "description"))
+    title = f"The {len(rows)} most unusual heads"
+    print_table(title, headings, rows, words=("layer", "kind", "description"))
+    spectra = f"{examination.inputs['spectra_texts']} of {examination.inputs['texts']} texts have spectra"
+    print(f"kind 2/3: two of the three texts on which it was judged; {spectra}, which give rank and error")
+    for what, part in (("collapse curves", examination.ablations), ("path lengths", examination.paths)):
+        if part.get("why"):
+            print(f"{what} were not measured: {part['why']}")
     print(f"report  {files[0]}\njson    {files[1]}")
 
 

@@ -7,15 +7,16 @@ interrupted run writes complete files of the steps until then.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.cli.options import add_json, add_output, check_at_least
+from headwise.cli.options import add_force, add_json, add_output, check_at_least
 from headwise.cli.tables import make_table
 from headwise.errors import needs_extra
-from headwise.outputs import atomic, json_text, writable_directory, write_json
+from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,20 +29,28 @@ SIZES = ("steps", "every", "key_width", "keys", "layers", "heads")
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     check_at_least(options, **dict.fromkeys(SIZES, 1))
-    out = None if options.out is None else writable_directory(options.out)
+    if options.out is not None:
+        with needs_extra("report", "the figure"):
+            import matplotlib  # noqa: F401
     from headwise.growth.demo import TASKS, train_and_grow
 
     snapshots: list[Snapshot] = []
     sizes = {name: getattr(options, name) for name in SIZES if name != "keys"}
-    stream = train_and_grow(TASKS[options.task](keys=options.keys), **sizes, seed=options.seed)
     files: list[Path] = []
-    try:
-        _follow(stream, snapshots, show=not options.json)
-    finally:  # also when interrupted: complete files of what was done
-        if out is not None and snapshots:
-            files = [out / "grow.json", out / "widths.png"]
-            write_json(files[0], [s.to_dict() for s in snapshots])
-            _draw_widths(files[1], snapshots)
+    with contextlib.ExitStack() as stack:
+        out = None
+        if options.out is not None:
+            names = ("grow.json", "widths.png")
+            out = stack.enter_context(OutputDirectory(options.out, command="grow", names=names, force=options.force))
+        try:
+            stream = train_and_grow(TASKS[options.task](keys=options.keys), **sizes, seed=options.seed)
+            _follow(stream, snapshots, show=not options.json)
+        finally:  # also when interrupted: complete files of what was done
+            if out is not None and snapshots:
+                with out.atomic("widths.png") as path:
+                    _draw_widths(path, snapshots)
+                files = [out.write_json("grow.json", [s.to_dict() for s in snapshots]), out.path / "widths.png"]
+                out.publish()
     if options.json:
         print(json_text({"task": options.task, "snapshots": [s.to_dict() for s in snapshots]}, indent=2))
         return 0
@@ -69,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     add_output(parser, help="write grow.json and widths.png into DIR")
+    add_force(parser)
     add_json(parser, "the whole run")
     return parser
 
@@ -139,8 +149,7 @@ def _draw_widths(path: Path, snapshots: Sequence[Snapshot]) -> None:
     for s in snapshots:
         if s.event is not None and s.event.changes:
             below.axvline(s.step, color="0.8", zorder=0)
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def stretches(steps: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -72,6 +72,11 @@ def add_output(
     parser.add_argument("-o", "--out", type=Path, default=path, required=required, metavar=metavar, help=described)
 
 
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """--force"""
+    parser.add_argument("--force", action="store_true", help="replace the results of an earlier run, unless edited")
+
+
 def add_json(parser: argparse.ArgumentParser, what: str = "the result") -> None:
     """--json --quiet"""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.cli import options as shared
-from headwise.errors import InputError
+from headwise.errors import needs_extra
+from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
     from headwise.replacement import Plan, PlanPoint
@@ -19,21 +19,28 @@ TOLERANCES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15,
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    partial = options.out / ".unfinished"
-    plan = _plan(options, partial, "headwise plan " + shlex.join(argv))
-    files = plan.save(options.out)
     if not options.json:
-        from headwise.replacement.planning.trade_off_figure import draw
-
-        files.append(draw(plan, options.out / "trade-off.svg"))
+        with needs_extra("report", "the figure"):
+            import matplotlib  # noqa: F401
     if options.report is not None:
-        from headwise.examination import add_plan
+        from headwise.examination.report.page import add_plan, check_report
 
+        check_report(options.report)
+    from headwise.replacement.plans import FILES
+
+    names = [*FILES, "trade-off.svg"]
+    with OutputDirectory(options.out, command="plan", names=names, force=options.force, resume=options.resume) as out:
+        plan = _plan(options, out.partial, "headwise plan " + shlex.join(argv))
+        files = plan.save(out)
+        if not options.json:
+            from headwise.replacement.planning.trade_off_figure import draw
+
+            with out.atomic("trade-off.svg") as path:
+                draw(plan, path)
+            files.append(out.path / "trade-off.svg")
+    if options.report is not None:
         files.append(add_plan(options.report, plan.to_dict()))
-    shutil.rmtree(partial, ignore_errors=True)
     if options.json:
-        from headwise.outputs import json_text
-
         print(json_text(plan.to_dict()))
     else:
         _print(plan, files)
@@ -65,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_output(parser, default="headwise-plan")
     parser.add_argument("--report", type=Path, metavar="DIR", help="add the plan to the report of examine there")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    shared.add_force(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the split of the texts, the fits and the search")
     shared.add_json(parser, "the plan")
     return parser
@@ -80,10 +88,6 @@ def _plan(options: argparse.Namespace, partial: Path, command: str) -> Plan:
         options.texts = 12 if options.quick else 28
     loaded = shared.load(options)
     inputs = shared.make_inputs(options, loaded)
-    if options.report is not None and not (options.report / "report.json").is_file():
-        raise InputError(f"--report {options.report}: has no report.json; run `headwise examine -o DIR` first")
-    if not options.resume:
-        shutil.rmtree(partial, ignore_errors=True)
     with bars(quiet=shared.is_quiet(options)) as progress:
         return plan(
             loaded.model,

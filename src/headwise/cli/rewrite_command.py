@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.cli.options import add_json, add_model, add_output, is_quiet, load
+from headwise.cli.options import add_force, add_json, add_model, add_output, is_quiet, load
 
 if TYPE_CHECKING:
     from headwise.models.receipt import Receipt
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="headwise rewrite",
-        usage="headwise rewrite [MODEL] --plan PLAN -o DIR [--tolerance T] [--json]",
+        usage="headwise rewrite [MODEL] --plan PLAN -o DIR [--tolerance T] [--force] [--json]",
         description="Replace the attention heads of a model by the operators of a plan.",
         epilog="DIR is loaded by headwise.replacement.load(DIR), a python: model by load(DIR, model=factory()).",
     )
@@ -23,6 +23,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--plan", required=True, type=Path, metavar="PLAN", help="plan.json or its directory")
     add_output(parser, required=True, help="a new directory for the rewritten model")
     parser.add_argument("--tolerance", type=float, metavar="T", help="use another point of the plan's trade-off curve")
+    add_force(parser)
     add_json(parser, "the receipt")
     options = parser.parse_args(argv)
     receipt = _rewrite(options)
@@ -37,11 +38,11 @@ def run(argv: list[str]) -> int:
 
 def _rewrite(options: argparse.Namespace) -> Receipt:
     from headwise.cli.progress import bar
-    from headwise.outputs import new_directory
+    from headwise.outputs import OutputDirectory
     from headwise.replacement import Plan, rewrite
     from headwise.replacement.install.saved import save
 
-    with new_directory(options.out) as out:  # raises now if it exists, and is removed again after an error
+    with OutputDirectory(options.out, command="rewrite", force=options.force, exclusive=True) as out:
         plan = Plan.load(options.plan)
         plan = plan if options.tolerance is None else plan.at(options.tolerance)
         loaded = load(options, with_head=True)

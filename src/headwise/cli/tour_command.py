@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwise.cli.options import add_force
 from headwise.cli.tables import print_table
 from headwise.errors import InputError, needs_extra
-from headwise.outputs import atomic, json_text
+from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
     from headwise.operators import AttentionOperator
@@ -54,13 +55,21 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--side", type=int, default=16, metavar="G", help="tokens lie on a G x G grid (default 16)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also draw DIR/tour.png")
+    add_force(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(argv)
     if not 4 <= options.side <= 48:
         raise InputError(f"--side must lie between 4 and 48, but is {options.side}")
 
-    operators, symmetries = measure_operators(options.side), check_symmetries(options.side)
-    picture = None if options.out is None else draw(operators, options.side, options.out / "tour.png")
+    picture = None
+    if options.out is None:
+        operators, symmetries = measure_operators(options.side), check_symmetries(options.side)
+    else:
+        with OutputDirectory(options.out, command="tour", names=["tour.png"], force=options.force) as out:
+            operators, symmetries = measure_operators(options.side), check_symmetries(options.side)
+            with out.atomic("tour.png") as path:
+                draw(operators, options.side, path)
+            picture = out.path / "tour.png"
     if options.json:
         facts = {
             "n": options.side**2,
@@ -144,7 +153,7 @@ def _print_symmetries(symmetries: list[tuple[str, SymmetryReport]]) -> None:
     print_table(title, headings, rows, words=("layer", "rearrangement", "verdict"))
 
 
-def draw(operators: list[MeasuredOperator], g: int, path: Path) -> Path:
+def draw(operators: list[MeasuredOperator], g: int, path: Path) -> None:
     """Each P as an image, and the three spectra in one plot."""
     with needs_extra("report", "the picture"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -164,6 +173,4 @@ def draw(operators: list[MeasuredOperator], g: int, path: Path) -> Path:
     curves.set(xscale="log", yscale="log", ylim=(1e-4, 4), xlabel="i", title="singular values σᵢ\nof each")
     curves.legend(frameon=False)
     curves.spines[["top", "right"]].set_visible(False)
-    with atomic(path) as temporary:
-        FigureCanvasAgg(figure).print_png(temporary)
-    return path
+    FigureCanvasAgg(figure).print_png(path)

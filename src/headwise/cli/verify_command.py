@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.cli.options import add_json, add_output, is_quiet
+from headwise.cli.options import add_force, add_json, add_output, is_quiet
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
-from headwise.outputs import json_text, write_json, write_text
+from headwise.outputs import OutputDirectory, json_text, new_file, writing
 
 if TYPE_CHECKING:
     from headwise.ledger import Ledger
@@ -23,24 +24,32 @@ def run(argv: list[str]) -> int:
     if options.weights is not None:
         return _audit(options)
     if options.figures is not None:
-        from headwise.ledger.claim_figures import draw
+        from headwise.ledger.claim_figures import draw, figure_files
 
-        with bar("drawing", None, quiet=is_quiet(options)):
-            files = draw(options.figures)
-        print(*files, sep="\n")
+        with (
+            OutputDirectory(options.figures, command="verify", names=figure_files(), force=options.force) as out,
+            bar("drawing", None, quiet=is_quiet(options)),
+        ):
+            draw(out.staged)
+        print(*(out.path / name for name in figure_files()), sep="\n")
         return 0
 
     from headwise.ledger import select, verify
 
     total = len(select(source=options.source, claim=options.claim))
-    with bar("checking claims", total, quiet=is_quiet(options)) as advance:
-        ledger = verify(source=options.source, claim=options.claim, timing=True, progress=advance)
-    if options.out is not None:
-        write_json(options.out, ledger.to_json())
-    if options.docs is not None:
-        from headwise.ledger.claims_page import page
+    with contextlib.ExitStack() as files:
+        json_file, docs_file = (
+            None if path is None else files.enter_context(new_file(path, force=options.force))
+            for path in (options.out, options.docs)
+        )
+        with bar("checking claims", total, quiet=is_quiet(options)) as advance:
+            ledger = verify(source=options.source, claim=options.claim, timing=True, progress=advance)
+        if json_file is not None:
+            _write(options.out, json_file, json_text(ledger.to_json(), indent=1))
+        if docs_file is not None:
+            from headwise.ledger.claims_page import page
 
-        write_text(options.docs, page(ledger.results))
+            _write(options.docs, docs_file, page(ledger.results))
     if options.json:
         print(json_text(ledger.to_json()))
     else:
@@ -65,8 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     add_output(parser, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the page docs/claims.md")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="only redraw four published figures")
+    add_force(parser)
     add_json(parser)
     return parser
+
+
+def _write(path: Path, temporary: Path, text: str) -> None:
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _print(ledger: Ledger) -> None:
@@ -111,9 +126,11 @@ def _print(ledger: Ledger) -> None:
 def _audit(options: argparse.Namespace) -> int:
     from headwise.ledger import audit_weights
 
-    audit = audit_weights(options.weights, heads=options.heads)
-    if options.out is not None:
-        write_json(options.out, audit.to_json())
+    with contextlib.ExitStack() as files:
+        file = None if options.out is None else files.enter_context(new_file(options.out, force=options.force))
+        audit = audit_weights(options.weights, heads=options.heads)
+        if file is not None:
+            _write(options.out, file, json_text(audit.to_json(), indent=1))
     if options.json:
         print(json_text(audit.to_json()))
         return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from headwise.examination.measure.observe import ExaminedSite, Measurement, obse
 from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
-from headwise.models.fingerprint import check_weights, fingerprint, versions
+from headwise.models.fingerprint import batch_hash, check_weights, run_key, versions, weights_hash
+from headwise.models.partial_files import load_partial, log_damaged, save_partial
 from headwise.models.run import Batch, eval_mode
 from headwise.operators._kernels import limits
 
@@ -59,29 +60,31 @@ def examine(
     excerpt: dict[str, Any] = {}
     # scores, exponentials, the padded block and temporaries: four floats for each entry of P
     entries = limits.CACHE_ENTRIES if block_bytes is None else max(1 << 12, block_bytes // 16)
+    weights = weights_hash(model)
+    settings = {"seed": seed, "spectra_every": spectra_every, "entries": entries, "measures": list(MEASURES)}
     if partial_results is not None:
-        settings = {"seed": seed, "spectra_every": spectra_every, "measures": list(MEASURES)}
-        outputs.partial_results(partial_results, fingerprint(model, settings))
+        # of batches that are generated one by one, only those that were measured can be compared
+        known = [batch_hash(batch) for batch in batches] if isinstance(batches, Sequence) else None
+        outputs.partial_results(partial_results, run_key(weights, {**settings, "batches": known}))
+    hashes: list[str] = []
     with eval_mode(model):
         for index, batch in enumerate(batches):
+            hashes.append(batch_hash(batch))
             if index == 0 and rank == 0:
                 excerpt = make_excerpt(model, batch, token_names)
             if index % processes == rank:
-                file = None
-                if partial_results is not None:
-                    file = partial_results / f"batch-{index:06d}-{fingerprint(model, None, [batch])}.pt"
-                if file is not None and file.exists():
-                    measured[index] = load_measurements(file)
-                else:
-                    measured[index] = observe(
-                        model,
-                        batch,
-                        with_spectra=spectra_every > 0 and index % spectra_every == 0,
-                        entries=entries,
-                        generator=torch.Generator().manual_seed(seed + index),
-                    )
-                    if file is not None:
-                        save_measurements(measured[index], file)
+                file = None if partial_results is None else partial_results / f"batch-{index:06d}.pt"
+                run = run_key(weights, {**settings, "batch": hashes[-1], "index": index})
+                stored = None if file is None else load_measurements(file, run)
+                measured[index] = stored or observe(
+                    model,
+                    batch,
+                    with_spectra=spectra_every > 0 and index % spectra_every == 0,
+                    entries=entries,
+                    generator=torch.Generator().manual_seed(seed + index),
+                )
+                if file is not None and stored is None:
+                    save_measurements(measured[index], file, run)
             if progress is not None:
                 progress(index + 1)
     if processes > 1:
@@ -94,6 +97,8 @@ def examine(
         inputs={"batches": len(measured), **(inputs or {})},
         provenance={
             "schema": SCHEMA,
+            "run": run_key(weights, {**settings, "batches": hashes}),
+            "weights": weights,
             "seed": seed,
             "spectra_every": spectra_every,
             **versions(),
@@ -103,16 +108,21 @@ def examine(
     )
 
 
-def save_measurements(measurements: list[Measurement], path: Path) -> None:
-    rows = [{**vars(x), "sites": [asdict(site) for site in x.sites]} for x in measurements]
-    with outputs.atomic(path) as temporary:
-        torch.save(rows, temporary)
+def save_measurements(measurements: list[Measurement], path: Path, run: str) -> None:
+    """Write the measurements of one batch; `run` identifies the model, the batch and the settings."""
+    save_partial(path, run, [{**vars(x), "sites": [asdict(site) for site in x.sites]} for x in measurements])
 
 
-def load_measurements(path: Path) -> list[Measurement]:
-    """What `save_measurements` wrote; only tensors and plain values are unpickled."""
-    rows = torch.load(path, weights_only=True)
-    return [Measurement(**{**row, "sites": [ExaminedSite(**site) for site in row["sites"]]}) for row in rows]
+def load_measurements(path: Path, run: str) -> list[Measurement] | None:
+    """What `save_measurements` wrote; None if there is no file or it is damaged."""
+    rows = load_partial(path, run)
+    try:
+        return rows and [
+            Measurement(**{**row, "sites": [ExaminedSite(**site) for site in row["sites"]]}) for row in rows
+        ]
+    except (TypeError, KeyError) as error:
+        log_damaged(path, str(error))
+        return None
 
 
 def _gather(measured: dict[int, list[Measurement]]) -> dict[int, list[Measurement]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,19 @@ class Statistic:
     """One measure of one head over texts."""
 
     mean: float
-    std: float
+    std: float  # sample standard deviation (divided by texts - 1); nan for one text
     min: float
     max: float
-    texts: int
+    texts: int  # on which it was measured
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The most frequent value over texts of a measure that cannot be averaged, such as a position."""
+
+    value: float
+    count: int  # texts that have it
+    texts: int  # on which it was measured
 
 
 @dataclass(frozen=True)
@@ -34,12 +43,16 @@ class Record:
     head: int
     kind: str
     description: str  # the kind in one sentence
-    evidence: Mapping[str, float]  # the measures that decided the kind
-    stability: float  # share of texts on which the kind is the same
-    kind_counts: Mapping[str, int]  # number of texts on which the head has each kind
+    evidence: Mapping[str, float]  # the measures that decided the kind, mean or mode over evidence_texts
+    evidence_texts: int  # texts that the description is about: those that this rule gave this kind
+    judged: int  # texts on which the measures that decide the kind exist
+    kind_counts: Mapping[str, int]  # number of judged texts on which the head has each kind
+    stability: float  # share of texts with this kind, see `summary`; nan if judged on one
     measures: Mapping[str, Statistic]
+    modes: Mapping[str, Mode]  # discrete measures
+    by_text: Mapping[str, list[float]]  # compared measures on each text where they were measured
     profile: list[float]  # mean weight at offsets -64 ... 64
-    spectrum: list[float]  # leading singular values, mean over texts; empty if not measured
+    spectrum: list[float]  # leading singular values, mean over texts with spectra; empty if not measured
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,7 @@ class Examination:
     """Measures and kinds of every head of a model."""
 
     model: Mapping[str, Any]  # name, class, parameters, dtype
-    inputs: Mapping[str, Any]  # kind, source, texts, lengths
+    inputs: Mapping[str, Any]  # kind, source, number of texts, of texts with spectra, lengths
     measures: list[Mapping[str, Any]]  # definition of each measure, as registered
     sites: list[Mapping[str, Any]]
     records: list[Record]
@@ -61,7 +74,7 @@ class Examination:
     schema: int = SCHEMA
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: numbers with seven significant digits, None for what was not measured."""
+        """Plain values: numbers with seven significant digits, None for what is not known."""
         return _plain(asdict(self))
 
     def to_json(self) -> str:

@@ -100,25 +100,26 @@ def failure_rates(sizes: tuple[int, ...] = SIZES, n: int = 256, draws: int = 60)
     }
 
 
+FIGURES = ("residual-by-depth", "path-lengths", "spectra", "failures")
+
+
+def figure_files() -> list[str]:
+    """Names of the files that `draw` writes."""
+    return [f"{name}.{suffix}" for name in FIGURES for suffix in ("svg", "png")]
+
+
 def draw(directory: Path) -> list[Path]:
-    """Write residual-by-depth, path-lengths, spectra and failures as SVG and PNG; returns the paths."""
+    """Write the figures into an existing directory, as SVG and PNG; returns their paths."""
     with needs_extra("report", "--figures"):
         import matplotlib
 
     matplotlib.use("Agg")
 
-    directory.mkdir(parents=True, exist_ok=True)
-    figures = {
-        "residual-by-depth": _depth(),
-        "path-lengths": _lengths(),
-        "spectra": _spectra(),
-        "failures": _failures(),
-    }
-    written = []
-    for name, figure in figures.items():
-        for suffix in ("svg", "png"):
-            written.append(directory / f"{name}.{suffix}")
-            figure.savefig(written[-1], dpi=150, metadata={"Date": None} if suffix == "svg" else None)
+    figures = dict(zip(FIGURES, (_depth(), _lengths(), _spectra(), _failures()), strict=True))
+    written = [directory / name for name in figure_files()]
+    for file in written:
+        metadata = {"Date": None} if file.suffix == ".svg" else None
+        figures[file.stem].savefig(file, dpi=150, metadata=metadata)
     return written
 
 

@@ -16,15 +16,16 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.models.fingerprint import fingerprint
+from headwise.models.fingerprint import weights_hash
 from headwise.models.inputs import max_positions
 from headwise.models.load import one_line
-from headwise.outputs import atomic, json_text, write_text
+from headwise.outputs import OutputDirectory, directory_for, json_text
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice
 from headwise.replacement.standard_kinds import SOFTMAX
 
 SCHEMA = 2
+FILES = ("plan.json", "plan.safetensors")
 
 Sites = Mapping[str, Sequence[Choice]]
 """{name of the module that computes attention: [choice of head 0, choice of head 1, ...]}"""
@@ -138,9 +139,7 @@ class Plan:
         if positions is not None and self.length > positions:
             raise InputError(f"the plan is for a length of {self.length}, but {name} has {positions} positions")
         expected = self.model.get("fingerprint")
-        # a body without its pooler differs in weights from the planned one
-        comparable = expected is not None and getattr(model, "pooler", model) is not None
-        if comparable and fingerprint(model, {}) != expected:
+        if expected is not None and weights_hash(model) != expected:
             raise InputError(
                 f"the plan was made for {self.model.get('name', planned)} ({planned}), whose weights differ from "
                 f"those of this {name}; plan again for this model"
@@ -166,23 +165,25 @@ class Plan:
             fitted={(prefix + site, head, choice): x for (site, head, choice), x in self.fitted.items()},
         )
 
-    def save(self, directory: str | Path) -> list[Path]:
-        """Write plan.json and, if anything was fitted, plan.safetensors; returns their paths."""
-        out = Path(directory)
-        files = [out / "plan.json"]
+    def save(self, directory: str | Path | OutputDirectory, *, force: bool = False) -> list[Path]:
+        """Write plan.json and, if anything was fitted, plan.safetensors; returns their paths.
+
+        An earlier plan there is replaced with `force`; files that headwise did not write are never replaced.
+        """
         tensors = {
             f"{site}|{head}|{choice}|{name}": x.contiguous()
             for (site, head, choice), named in self.fitted.items()
             for name, x in named.items()
         }
-        if tensors:
-            from safetensors.torch import save_file
+        with directory_for(directory, command="plan", names=FILES, force=force) as out:
+            out.key = str(self.provenance.get("run", ""))
+            if tensors:
+                from safetensors.torch import save_file
 
-            files.append(out / "plan.safetensors")
-            with atomic(files[-1]) as temporary:
-                save_file(tensors, temporary)
-        write_text(files[0], _one_line_per_head(self.to_dict()) + "\n")
-        return files
+                with out.atomic("plan.safetensors") as path:
+                    save_file(tensors, path)
+            out.write_text("plan.json", _one_line_per_head(self.to_dict()) + "\n")
+            return [out.path / name for name in (FILES if tensors else FILES[:1])]
 
     def to_dict(self) -> dict[str, Any]:
         """Dicts, lists, strings and numbers; points refer to choices by their index in `choices`."""

@@ -35,10 +35,10 @@ def with_depth(examination: Examination, model: nn.Module, batch: Batch) -> Exam
     if ablations["supported"]:
         residuals = ablations["curves"]["no attention skip"]
         headline.append(
-            f"Without its attention skips the relative residual would fall from {residuals[0]:.2g} to "
+            f"On one text: without its attention skips the relative residual would fall from {residuals[0]:.2g} to "
             f"{residuals[-1]:.0e} in {len(residuals) - 1} layers: all tokens would become equal."
             if residuals[-1] < 1e-2
-            else f"Even without its attention skips the relative residual stays at {residuals[-1]:.2g}."
+            else f"On one text: even without its attention skips the relative residual stays at {residuals[-1]:.2g}."
         )
     return replace(examination, ablations=ablations, paths=paths, headline=headline)
 

@@ -1,4 +1,4 @@
-"""The kind of a head: a name and a description, with the measures that decided.
+"""The kind of a head on one text: a name, and the measures that decided.
 
 The first rule that fits decides, from the most specific to the least specific:
 
@@ -9,12 +9,16 @@ The first rule that fits decides, from the most specific to the least specific:
     low rank     rank n/8 (at most 64) reproduces the output within 5 %
     broad        entropy at least 75 % of the largest possible
     dense        none of these: sharp, near and far, of high rank
+
+The last three need the output error, which is measured on texts with a spectrum only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from headwise.examination.record import Mode
 
 UNIFORM_ENTROPY = 0.97
 TOEPLITZ_ERROR = 0.35
@@ -35,49 +39,78 @@ KINDS = {
 }
 
 
+NEED_SPECTRUM = ("low rank", "broad", "dense")
+"""Kinds that cannot be told apart without the output error."""
+
+
 @dataclass(frozen=True)
 class HeadKind:
-    """A kind, its description for the reader, and the measures that decided."""
+    """A kind, and the names of the measures that decided: heads with the same ones were judged by the same rule."""
 
     name: str
-    description: str
-    evidence: Mapping[str, float]
+    evidence: tuple[str, ...]
 
 
-def kind_of(x: Mapping[str, float], n: int) -> HeadKind:
-    """The first rule that fits the measures of one head on a text of n keys; spectral measures may be missing."""
+def kind_of(x: Mapping[str, float], n: int, *, ignore_rank: bool = False) -> HeadKind | None:
+    """The first rule that fits the measures of one head on a text of n keys.
 
-    def kind(name: str, description: str, *measures: str) -> HeadKind:
-        return HeadKind(name, description, {measure: x[measure] for measure in measures if measure in x})
-
-    share, offset_mass, within = x["entropy_share"], x["best_offset_mass"], x["mass_within_16"]
+    None if no rule before "low rank" fits and the output error is not in `x`; `ignore_rank` leaves that rule out.
+    """
+    share, error_name = x["entropy_share"], f"output_error_{low_rank(n)}"
     if share >= UNIFORM_ENTROPY:
-        return kind("uniform", f"averages almost evenly ({share:.0%} of the largest possible entropy)", "entropy_share")
-    if offset_mass >= OFFSET_MASS:
-        where = _offset(int(x["best_offset"]))
-        return kind("positional", f"attends to {where} ({offset_mass:.0%} of its weight)", "best_offset_mass")
+        return HeadKind("uniform", ("entropy_share",))
+    if x["best_offset_mass"] >= OFFSET_MASS:
+        return HeadKind("positional", ("best_offset_mass", "best_offset"))
     if x["toeplitz_error"] <= TOEPLITZ_ERROR:
-        error = x["toeplitz_error"]
-        return kind("positional", f"depends on the offset alone, within {error:.0%}", "toeplitz_error")
+        return HeadKind("positional", ("toeplitz_error",))
     if x["sink_mass"] >= SINK_MASS:
-        sink = f"{x['sink_mass']:.0%} of its attention goes to token {int(x['sink_position'])}"
-        return kind("sink", sink, "sink_mass", "sink_position")
-    if within >= LOCAL_MASS:
-        return kind("local", f"attends within 16 tokens ({within:.0%} of its weight)", "mass_within_16")
-    rank = low_rank(n)
-    error_name = f"output_error_{rank}"
-    error = x.get(error_name)
-    if error is not None and error <= LOW_RANK_ERROR:
-        return kind("low rank", f"rank {rank} reproduces its output within {100 * error:.1f} %", error_name)
-    if share >= BROAD_ENTROPY:
-        return kind("broad", f"spreads widely ({share:.0%} of the largest possible entropy)", "entropy_share")
-    loss = "" if error is None else f"; rank {rank} would lose {error:.0%} of its output"
-    return kind("dense", f"attends near and far, by content{loss}", "entropy_share", error_name)
+        return HeadKind("sink", ("sink_mass", "sink_position"))
+    if x["mass_within_16"] >= LOCAL_MASS:
+        return HeadKind("local", ("mass_within_16",))
+    if ignore_rank:
+        return HeadKind("broad" if share >= BROAD_ENTROPY else "dense", ("entropy_share",))
+    if error_name not in x:
+        return None
+    if x[error_name] <= LOW_RANK_ERROR:
+        return HeadKind("low rank", (error_name,))
+    return HeadKind("broad" if share >= BROAD_ENTROPY else "dense", ("entropy_share", error_name))
+
+
+def describe(kind: HeadKind, x: Mapping[str, float], modes: Mapping[str, Mode]) -> str:
+    """The kind in one sentence, from the means over texts of its evidence, and the most frequent positions."""
+    first, last = kind.evidence[0], kind.evidence[-1]
+    value, rank = x[first], last.removeprefix("output_error_")
+    if kind.name == "uniform":
+        return f"averages almost evenly ({value:.0%} of the largest possible entropy)"
+    if first == "best_offset_mass":
+        return f"attends to {_place(modes['best_offset'], 'one offset', _offset, f' ({value:.0%} of its weight)')}"
+    if kind.name == "positional":
+        return f"depends on the offset alone, within {value:.0%}"
+    if kind.name == "sink":
+        return f"{value:.0%} of its attention goes to {_place(modes['sink_position'], 'one token', 'token {}'.format)}"
+    if kind.name == "local":
+        return f"attends within 16 tokens ({value:.0%} of its weight)"
+    if kind.name == "low rank":
+        return f"rank {rank} reproduces its output within {100 * value:.1f} %"
+    if kind.name == "broad":
+        return f"spreads widely ({value:.0%} of the largest possible entropy)"
+    loss = "its rank was not measured" if last == first else f"rank {rank} would lose {x[last]:.0%} of its output"
+    return f"attends near and far, by content; {loss}"
 
 
 def low_rank(n: int) -> int:
     """The largest of 8, 16, 32, 64 that is at most n / 8: what counts as low for a text of n tokens."""
     return max((r for r in (8, 16, 32, 64) if r <= n / 8), default=8)
+
+
+def _place(mode: Mode, unnamed: str, name: Callable[[int], str], weight: str = "") -> str:
+    """A position on which the texts agree, or how many of them agree."""
+    words = name(int(mode.value))
+    if mode.count == mode.texts:
+        return f"{words}{weight}"
+    if mode.count == 1:
+        return f"{unnamed}{weight}, a different one on each text"
+    return f"{unnamed}{weight}, {words} on {mode.count} of {mode.texts} texts"
 
 
 def _offset(offset: int) -> str:

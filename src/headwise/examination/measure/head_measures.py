@@ -9,9 +9,9 @@ To add a measure, register one function, here or in your own code before calling
 
 The function receives the heads of one attention call on one text, as `HeadSums` (all heads at once) or as
 `HeadSpectrum` (one head); its docstring is "formula: meaning".  Everything else follows from the registration: mean,
-standard deviation, minimum and maximum over texts in report.json, the explanation in its `measures` table, the list
-"colour by" and the table of numbers on the page, `headwise compare`, the choice of unusual heads, and the table in
-docs/reference/report-json.md.
+standard deviation, minimum and maximum over texts in report.json (of a `discrete` one, the most frequent value and the
+number of texts that have it), the explanation in its `measures` table, the list "colour by" and the table of numbers on
+the page, `headwise compare`, the choice of unusual heads, and the table in docs/reference/report-json.md.
 
 Letters: m queries, n keys; σ_1 ≥ σ_2 ≥ … the singular values of P; H_i = −Σ_j P_ij log P_ij the entropy of query i;
 c_j = mean_i P_ij what key j receives; w(δ) = mean_i P_(i, i+δ) the weight at offset δ = j − i.
@@ -53,6 +53,7 @@ class Measure:
     shown: bool  # among the first of the list "colour by"
     compared: bool  # `headwise compare` looks for changes of it
     unusual: bool  # a head far from the median head counts as unusual
+    discrete: bool  # a position or offset: its most frequent value over texts is reported, not a mean
     of: type  # what `compute` takes
     compute: Callable[[Any], Any]
 
@@ -74,12 +75,14 @@ def register_measure(
     shown: bool = False,
     compared: bool = False,
     unusual: bool = False,
+    discrete: bool = False,
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Decorator that adds a function of `HeadSums` -> (h,) or of `HeadSpectrum` -> float to the measures.
 
     name        default: the name of the function
     label       default: the name with spaces
     definition  "formula: meaning"; default: the docstring of the function
+    discrete    a mean of it says nothing, as of positions; it can be neither compared nor unusual
     """
 
     def add(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -89,8 +92,12 @@ def register_measure(
             raise InputError(f"register_measure: there is a measure {key!r} already; choose another name")
         if not meaning:
             raise InputError(f"register_measure: {key!r} needs a docstring 'formula: meaning'")
+        if discrete and (compared or unusual):
+            raise InputError(
+                f"register_measure: {key!r} is discrete, so it has no mean to compare; leave one of them out"
+            )
         words = label or key.replace("_", " ")
-        MEASURES[key] = Measure(key, words, formula, meaning, unit, shown, compared, unusual, of, compute)
+        MEASURES[key] = Measure(key, words, formula, meaning, unit, shown, compared, unusual, discrete, of, compute)
         return compute
 
     return add
@@ -120,7 +127,7 @@ def measures_table() -> str:
 @register_measure(of=HeadSpectrum, unit="directions", shown=True, compared=True, unusual=True)
 def effective_rank(x: HeadSpectrum) -> float:
     """exp(−Σ_i p_i log p_i), p_i = σ_i / Σ σ: how many directions P uses, 1 for a head that averages and n for a shift
-    (Roy & Vetterli 2007)."""
+    (Roy & Vetterli 2007); an upper estimate beyond 1024 tokens."""
     return ranks.effective_rank_bounds(x.spectrum)[1].item()  # of a truncated spectrum, an upper bound
 
 
@@ -132,7 +139,7 @@ def stable_rank(x: HeadSpectrum) -> float:
 
 @register_measure(of=HeadSpectrum, unit="directions")
 def numeric_rank(x: HeadSpectrum) -> float:
-    """number of σ_i > 10⁻³ σ_1: the rank to three digits."""
+    """number of σ_i > 10⁻³ σ_1: the rank to three digits; at most 256 beyond 1024 tokens."""
     return float((x.values > 1e-3 * x.values[0].item()).sum().item())
 
 
@@ -237,7 +244,7 @@ def sink_mass(x: HeadSums) -> Tensor:
     return x.received.amax(-1)
 
 
-@register_measure(of=HeadSums, unit="position")
+@register_measure(of=HeadSums, unit="position", discrete=True)
 def sink_position(x: HeadSums) -> Tensor:
     """argmax_j c_j: position of the most attended key."""
     return x.received.argmax(-1)
@@ -285,7 +292,7 @@ def offset_spread(x: HeadSums) -> Tensor:
     return (x.offset_mass @ x.offsets.square() - offset_mean(x).square()).clamp(min=0).sqrt()
 
 
-@register_measure(of=HeadSums, unit="tokens")
+@register_measure(of=HeadSums, unit="tokens", discrete=True)
 def best_offset(x: HeadSums) -> Tensor:
     """δ* = argmin_δ min_a ‖P − a shift(δ)‖: the offset of the shift that is closest to P."""
     return x.offsets[x.diagonal_energy.argmax(-1)]

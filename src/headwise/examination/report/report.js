@@ -3,7 +3,10 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes = {}, ...children) => {
   const node = document.createElement(tag);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "style") Object.assign(node.style, value);  // the page's policy forbids the attribute
+    else node.setAttribute(key, value);
+  }
   node.append(...children);
   return node;
 };
@@ -13,6 +16,9 @@ const format = (x) => {
   if (size !== 0 && (size < 0.001 || size >= 1e5)) return x.toExponential(1);
   return size >= 100 ? x.toFixed(0) : size >= 10 ? x.toFixed(1) : x.toFixed(3);
 };
+const texts = (n) => n === 1 ? "1 text" : `${n} texts`;
+const meanOf = (n) => n === 1 ? "of one text" : `mean of ${n} texts`;
+const tokens = ({ shortest, longest }) => shortest === longest ? `${longest} tokens` : `${shortest} to ${longest} tokens`;
 
 // a letter says the same as the colour
 const LETTERS = { "low rank": "R" };
@@ -31,14 +37,20 @@ const ramp = (t) => {
 const MEASURES = Object.fromEntries([
   { name: "kind", label: "kind", shown: true },
   ...data.measures,
-  { name: "stability", label: "stability of the kind over texts", shown: true, formula: "share of texts with this kind", meaning: "1 if the head has the same kind on every text." },
+  { name: "stability", label: "stability of the kind over texts", shown: true, formula: "share of texts with this kind", meaning: "1 if the head has the same kind on every text; not known from one text." },
 ].map((x) => [x.name, x]));
 const label = (name) => MEASURES[name].label + (MEASURES[name].unit ? ` (${MEASURES[name].unit})` : "");
 const explanation = (name) => `${MEASURES[name].formula}: ${MEASURES[name].meaning}`;
 
 let chosen = 0, measure = "kind";
 const value = (record, name) =>
-  name === "stability" ? record.stability : record.measures[name] ? record.measures[name].mean : null;
+  name === "stability" ? record.stability : record.modes[name] ? record.modes[name].value : record.measures[name] ? record.measures[name].mean : null;
+// how a value was made from the texts
+const origin = (record, name) => {
+  const mode = record.modes[name];
+  if (mode) return `on ${mode.count} of ${texts(mode.texts)}`;
+  return name === "stability" ? `judged on ${texts(record.judged)}` : meanOf(record.measures[name].texts);
+};
 
 // ---- map of heads ----
 const sites = data.sites, records = data.records;
@@ -87,13 +99,13 @@ function paint() {
       text = letter; name = record.kind;
     } else {
       const x = value(record, measure);
-      if (x === null) { button.style.background = "transparent"; button.style.color = "inherit"; text = "–"; name = "not measured"; }
+      if (x === null) { button.style.background = "transparent"; button.style.color = "inherit"; text = "–"; name = `${label(measure)} not known`; }
       else {
         const rgb = ramp(high > low ? (x - low) / (high - low) : 0);
         button.style.background = `rgb(${rgb})`;
         button.style.color = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2] > 130 ? "#000" : "#fff";
         text = Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= 10 ? x.toFixed(0) : x.toFixed(1).replace(/^0\./, ".");
-        name = `${label(measure)} ${format(x)}`;
+        name = `${label(measure)} ${format(x)}, ${origin(record, measure)}`;
       }
     }
     button.textContent = text;
@@ -106,12 +118,11 @@ function paint() {
     for (const [kind, { letter, colour, ink, meaning }] of Object.entries(KINDS)) {
       const count = records.filter((r) => r.kind === kind).length;
       if (!count) continue;
-      const swatch = make("span", { class: "swatch", style: `background:${colour};color:${ink}` }, letter);
+      const swatch = make("span", { class: "swatch", style: { background: colour, color: ink } }, letter);
       legend.append(make("span", { title: meaning }, swatch, `${kind} (${count}): ${meaning}`));
     }
   } else {
-    const strip = make("span", { class: "ramp", style: `background:linear-gradient(90deg,${RAMP.join(",")})` });
-    legend.append(format(low), strip, format(high), make("span", { class: "soft" }, explanation(measure)));
+    legend.append(format(low), make("span", { class: "ramp", style: { background: `linear-gradient(90deg,${RAMP.join(",")})` } }), format(high), make("span", { class: "soft" }, explanation(measure)));
   }
 }
 
@@ -126,20 +137,22 @@ function choose(i, focus) {
   });
   const record = records[i], site = sites[record.site], detail = byId("detail");
   const counts = Object.entries(record.kind_counts).map(([kind, n]) => `${kind} on ${n}`).join(", ");
+  const all = data.inputs.texts, unjudged = record.judged < all ? "; the others have no spectrum to judge it by" : "";
   detail.replaceChildren(
     make("h3", {}, `${site.name} · head ${record.head}`),
     make("p", { class: "verdict" }, make("strong", {}, record.kind), `: ${record.description}.`),
     make("p", { class: "soft" }, `${site.kind}-attention${site.causal ? ", causal" : ""}, key width ${site.key_width}` +
-      (site.groups < site.heads ? `, ${site.groups} key heads for ${site.heads} query heads` : "") + `. Kind by text: ${counts}.`),
+      (site.groups < site.heads ? `, ${site.groups} key heads for ${site.heads} query heads` : "") + "."),
+    make("p", { class: "soft" }, `Judged on ${record.judged} of ${texts(all)} of ${tokens(site)}: ${counts}${unjudged}. Numbers of the description: ${meanOf(record.evidence_texts)}.`),
   );
   const excerpt = (data.excerpt.sites || [])[record.site];
   if (excerpt) detail.append(...attentionMap(excerpt, record, i));
   if (record.spectrum.length) {
-    detail.append(make("h3", {}, "Singular values of P"), chart({ series: [{ name: "σ", points: record.spectrum.map((y, x) => [x + 1, y]) }], log: true, height: 150, x: "index", y: "σ" }));
+    detail.append(make("h3", {}, `Singular values of P, ${data.inputs.spectra_exact ? "exact" : "leading ones"}, ${meanOf(data.inputs.spectra_texts)}`), chart({ series: [{ name: "σ", points: record.spectrum.map((y, x) => [x + 1, y]) }], log: true, height: 150, x: "index", y: "σ" }));
   }
   const reach = (record.profile.length - 1) / 2;
   const near = record.profile.map((y, x) => [x - reach, y]).filter(([x]) => Math.abs(x) <= 24);
-  detail.append(make("h3", {}, "Mean weight by offset"), chart({ bars: near, height: 130, x: "offset (key − query)", y: "weight" }));
+  detail.append(make("h3", {}, `Mean weight by offset, ${meanOf(all)}`), chart({ bars: near, height: 130, x: "offset (key − query)", y: "weight" }));
   detail.append(numbers(record));
 }
 
@@ -165,18 +178,26 @@ function attentionMap(excerpt, record, i) {
     const weight = (bytes[row * excerpt.columns + column] / 255) ** 2 * excerpt.top[record.head];
     tip.textContent = `“${words(...q)}” attends to “${words(...k)}”: mean weight ${format(weight)} (tokens ${q[0]}–${q[1] - 1} × ${k[0]}–${k[1] - 1})`;
   });
-  return [make("h3", {}, `Attention on a text of ${excerpt.keys} tokens`), canvas, tip];
+  return [make("h3", {}, `Attention on the first text, ${excerpt.keys} tokens`), canvas, tip];
 }
 
 function numbers(record) {
   const table = make("table", { class: "numbers" });
-  table.append(make("thead", {}, make("tr", {}, ...["measure", "mean", "± over texts", "min", "max"].map((x) => make("th", { scope: "col" }, x)))));
+  table.append(make("thead", {}, make("tr", {}, ...["measure", "texts", "mean", "std", "min", "max"].map((x) => make("th", { scope: "col" }, x)))));
   const body = make("tbody");
+  const row = (name, ...cells) => body.append(make("tr", {}, make("th", { scope: "row", title: explanation(name) }, label(name)), ...cells));
+  const cell = (x, attributes = {}) => make("td", attributes, x);
   for (const [name, x] of Object.entries(record.measures)) {
-    body.append(make("tr", {}, make("th", { scope: "row", title: explanation(name) }, label(name)), ...[x.mean, x.std, x.min, x.max].map((y) => make("td", {}, format(y)))));
+    // one text has no spread, and of two the range says more than a standard deviation
+    const spread = x.texts < 2 ? [null, null, null] : x.texts < 3 ? [null, x.min, x.max] : [x.std, x.min, x.max];
+    row(name, cell(String(x.texts)), ...[x.mean, ...spread].map((y) => cell(format(y))));
+  }
+  for (const [name, x] of Object.entries(record.modes)) {
+    row(name, cell(String(x.texts)), cell(`${x.value}${x.texts > 1 ? ` on ${x.count} of ${texts(x.texts)}` : ""}`, { colspan: 4 }));
   }
   table.append(body);
-  return make("details", {}, make("summary", {}, "All numbers"), table);
+  const note = make("p", { class: "soft" }, "Mean, sample standard deviation (from three texts on), minimum and maximum over the texts on which a number was measured; of a position, the most frequent one.");
+  return make("details", {}, make("summary", {}, "All numbers"), note, make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "All numbers" }, table));
 }
 
 // ---- small charts, drawn as SVG ----
@@ -250,12 +271,12 @@ function depth() {
   }
   byId("collapse-note").textContent = ablations.supported
     ? "On one text, in float64: the model as it is, and with skip connections or MLPs switched off."
-    : `Ablations: not supported. ${ablations.why || ""}`;
+    : `${curves.length ? `The model as it is, ${meanOf(data.inputs.texts)}. ` : ""}Ablations: not measured. ${ablations.why || ""}`;
   const paths = data.paths || {};
   if (paths.supported) {
     byId("paths").append(chart({ bars: paths.share.map((y, j) => [j, y]), height: 300, x: "number of attention layers on the path", y: "share of the output" }));
-    byId("paths-note").textContent = `Contribution of paths of each length to the last layer; the shares add up to one (error ${format(paths.sum_error)}). Held at their values on this text: ${paths.frozen.join(", ")}.`;
-  } else byId("paths-note").textContent = `Path lengths: not supported. ${paths.why || ""}`;
+    byId("paths-note").textContent = `On one text: contribution of paths of each length to the last layer; the shares add up to one (error ${format(paths.sum_error)}). Held at their values on this text: ${paths.frozen.join(", ")}.`;
+  } else byId("paths-note").textContent = `Path lengths: not measured. ${paths.why || ""}`;
 }
 
 function redundancy() {
@@ -268,6 +289,7 @@ function redundancy() {
   }));
   context.putImageData(image, 0, 0);
   pairs.sort((a, b) => b[0] - a[0]);
+  byId("alike-note").textContent = `Cosine between the attention matrices of two heads, on sampled query rows, ${meanOf(data.inputs.texts)}. The most similar pairs:`;
   const table = byId("alike"), name = (i) => `${short(sites[records[i].site].name)} · ${records[i].head}`;
   table.append(make("thead", {}, make("tr", {}, ...["head", "head", "cosine"].map((x) => make("th", { scope: "col" }, x)))));
   const body = make("tbody");
@@ -278,7 +300,7 @@ function redundancy() {
 function provenance() {
   const box = byId("provenance"), list = { ...data.inputs, ...data.provenance };
   if (list.command) { box.append(make("pre", { tabindex: 0 }, list.command)); delete list.command; }
-  const table = make("table", { class: "numbers", style: "max-width:40rem" });
+  const table = make("table", { class: "numbers" });
   const body = make("tbody");
   for (const [key, x] of Object.entries(list)) body.append(make("tr", {}, make("th", { scope: "row" }, key.replaceAll("_", " ")), make("td", {}, Array.isArray(x) ? x.join(", ") : String(x))));
   table.append(body);
@@ -301,15 +323,17 @@ function plan() {
   const body = make("tbody");
   for (const [site, choices] of Object.entries(found.sites)) {
     const line = make("tr", {}, make("th", { scope: "row", title: site }, short(site)));
-    choices.forEach((c, h) => line.append(make("td", { class: "chosen", title: `${short(site)}, head ${h}: ${words(c)}`, style: `background:${colour(c.kind)};color:${ink(c.kind)}` }, letter(c.kind))));
+    choices.forEach((c, h) => line.append(make("td", { class: "chosen", title: `${short(site)}, head ${h}: ${words(c)}`, style: { background: colour(c.kind), color: ink(c.kind) } }, letter(c.kind))));
     body.append(line);
   }
   table.append(body);
   for (const kind of kinds) {
     const count = Object.values(found.sites).flat().filter((c) => c.kind === kind).length;
-    byId("plan-legend").append(make("span", {}, make("span", { class: "swatch", style: `background:${colour(kind)};color:${ink(kind)}` }, letter(kind)), `${kind.replaceAll("_", " ")} (${count})`));
+    byId("plan-legend").append(make("span", {}, make("span", { class: "swatch", style: { background: colour(kind), color: ink(kind) } }, letter(kind)), `${kind.replaceAll("_", " ")} (${count})`));
   }
   const drift = (p) => p.test === null ? p.selection : p.test;
+  const counts = (found.provenance || {}).texts || [], heldOut = counts.length === 3 ? `${counts[2]} held-out ${counts[2] === 1 ? "text" : "texts"}` : "held-out texts";
+  byId("plan-curve-note").textContent = `Every point is a whole plan, measured on ${heldOut}.`;
   const points = (list) => list.filter((p) => drift(p) > 0 && drift(p) < 0.6 && p.cost > 0).sort((a, b) => a.cost - b.cost).map((p) => [Math.log10(p.cost), drift(p)]);
   const series = [["chosen for each head", found.curve], ["one window", found.baselines.filter((p) => p.name.startsWith("window "))], ["one projection", found.baselines.filter((p) => p.name.startsWith("projected"))]]
     .map(([name, list]) => ({ name, points: points(list) })).filter((s) => s.points.length);
@@ -318,7 +342,7 @@ function plan() {
     byId("plan-curve").append(chart({ series, log: true, height: 300, x: "attention cost, share of softmax", y: "drift", ticks }));
   }
   const here = found.curve.find((p) => Object.entries(p.sites).every(([site, row]) => row.every((i, h) => words(found.choices[i]) === words(found.sites[site][h]))));
-  byId("plan-note").textContent = `Planned for ${found.length} tokens and a drift of at most ${found.tolerance} (${found.measure}).` + (here ? ` Attention costs ${format(100 * here.cost)} % of softmax; drift on held-out texts ${format(drift(here))}.` : " This plan was edited.");
+  byId("plan-note").textContent = `Planned for ${found.length} tokens and a drift of at most ${found.tolerance} (${found.measure}).` + (here ? ` Attention costs ${format(100 * here.cost)} % of softmax; drift on ${heldOut} ${format(drift(here))}.` : " This plan was edited.");
 }
 
 function theme(dark) {

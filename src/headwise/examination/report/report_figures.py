@@ -67,7 +67,11 @@ def _kinds(axes: Any, examination: Examination) -> None:
         if any(counts):
             axes.bar(range(layers), counts, bottom=below, color=COLOURS[kind], label=kind, width=0.85)
             below = [a + b for a, b in zip(below, counts, strict=True)]
-    axes.set(xlabel="layer", ylabel="heads", title=f"Kinds of heads in {examination.model['name']}")
+    axes.set(
+        xlabel="layer",
+        ylabel="heads",
+        title=f"Kinds of heads in {examination.model['name']} ({_count(examination.inputs['texts'])})",
+    )
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
@@ -77,18 +81,24 @@ def _map(axes: Any, examination: Examination, name: str) -> None:
     for record in examination.records:
         grid[record.site][record.head] = record.measures[name].mean
     image = axes.imshow(grid, cmap="cividis", aspect="auto")
-    axes.set(xlabel="head", ylabel="layer", title=name.replace("_", " "))
+    measured = _count(max(record.measures[name].texts for record in examination.records))
+    axes.set(xlabel="head", ylabel="layer", title=f"{name.replace('_', ' ')} (mean of {measured})")
     axes.figure.colorbar(image, ax=axes)
 
 
 def _collapse(axes: Any, examination: Examination) -> None:
     for (name, curve), style in zip(examination.ablations["curves"].items(), ("-", "--", ":", "-."), strict=False):
         axes.semilogy(curve, style, marker="o", markersize=3, label=name)
-    axes.set(xlabel="layer", ylabel="relative residual", title="Relative residual by layer")
+    axes.set(xlabel="layer", ylabel="relative residual", title="Relative residual by layer (one text)")
     axes.legend(frameon=False)
 
 
 def _paths(axes: Any, examination: Examination) -> None:
     axes.bar(examination.paths["lengths"], examination.paths["share"], color="#0072B2")
     axes.axhline(0, color="black", linewidth=0.5)
-    axes.set(xlabel="attention layers on the path", ylabel="share of the output", title="Contribution by path length")
+    title = "Contribution by path length (one text)"
+    axes.set(xlabel="attention layers on the path", ylabel="share of the output", title=title)
+
+
+def _count(texts: int) -> str:
+    return "one text" if texts == 1 else f"{texts} texts"

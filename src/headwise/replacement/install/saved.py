@@ -13,6 +13,7 @@ from torch import nn
 
 from headwise.errors import InputError
 from headwise.models.load import LoadedModel, quietly, save_preprocessor, transformers_library
+from headwise.outputs import OutputDirectory, writing
 from headwise.replacement.install.other_models import RewrittenModel
 from headwise.replacement.install.transformers_models import PREFIX, VERSION, rewritten_class
 from headwise.replacement.plans import Plan
@@ -51,17 +52,19 @@ def load(directory: str | Path, *, model: nn.Module | None = None, **options: An
     return rewritten_class(base).from_pretrained(str(path), config=config, **options)
 
 
-def save(new: nn.Module, plan: Plan, directory: Path, loaded: LoadedModel | None = None) -> None:
+def save(new: nn.Module, plan: Plan, out: OutputDirectory, loaded: LoadedModel | None = None) -> None:
     """Write everything `load` needs, and the plan; with `loaded`, its tokenizer or processor too."""
-    plan.save(directory)
+    plan.save(out)
     if isinstance(new, RewrittenModel):
         from safetensors.torch import save_model
 
-        save_model(new, str(directory / WEIGHTS))
+        with out.atomic(WEIGHTS) as path:
+            save_model(new, str(path))
         return
-    quietly(lambda: new.save_pretrained(directory))  # type: ignore[operator]
-    if loaded is not None:
-        save_preprocessor(loaded, directory)
+    with writing(out.path):
+        quietly(lambda: new.save_pretrained(out.staged))  # type: ignore[operator]
+        if loaded is not None:
+            save_preprocessor(loaded, out.staged)
 
 
 def _load_weights(path: Path, model: nn.Module) -> nn.Module:

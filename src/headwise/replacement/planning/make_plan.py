@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.models.fingerprint import check_weights, fingerprint
+from headwise.models.fingerprint import batch_hash, check_weights, run_key, weights_hash
 from headwise.models.inputs import max_positions
 from headwise.models.run import eval_mode
 from headwise.replacement.install.mixed_heads import MixedHeads
@@ -105,14 +105,15 @@ def plan(
             f"a plan needs at least {MIN_BATCHES} batches for calibration, selection and test, but there are "
             f"{len(batches)}; give more text, or shorter texts"
         )
+    weights = weights_hash(model)
     parts = Split(*([batches[i] for i in part] for part in split(len(batches), seed)))
     with eval_mode(model):
         sites, skipped = _find_sites(model, parts.calibration[0])
         length, tried = _candidates(model, sites, length, choices, quick=effort.quick)
         causal = all(site.causal for site in sites.values())
         measure, measure_name = measure_for(model, batches[0], causal=causal)
-        settings = [seed, length, effort.steps, effort.texts, *map(str, tried)]
-        key = fingerprint(model, {"settings": settings}, batches)
+        settings = {"seed": seed, "length": length, "steps": effort.steps, "texts": effort.texts}
+        settings |= {"choices": [str(choice) for choice in tried], "batches": [batch_hash(batch) for batch in batches]}
         run = _Run(
             model,
             parts,
@@ -124,7 +125,7 @@ def plan(
             effort,
             seed,
             capture_bytes,
-            PlanProgress(partial_results, key),
+            PlanProgress(partial_results, run_key(weights, settings)),
             progress or (lambda what, done, total: None),
         )
         curve, baselines = run.trade_off(tolerance, transfer)
@@ -132,7 +133,7 @@ def plan(
         {
             "class": type(model).__name__,
             "name": name or type(model).__name__,
-            "fingerprint": fingerprint(model, {}),
+            "fingerprint": weights,
             "sites": {k: {"heads": s.heads, "width": s.width, "causal": s.causal} for k, s in sites.items()},
         },
         length,
@@ -144,6 +145,7 @@ def plan(
         skipped=skipped,
         provenance={
             **(provenance or {}),
+            "run": run_key(weights, {**settings, "objective": objective, "transfer": transfer, **vars(effort)}),
             "seed": seed,
             "objective": objective,
             "transfer": transfer,

@@ -12,7 +12,7 @@ SHOWN = ("window", "projected", "efficient", "near_far", "nystrom")
 LARGEST = 0.6
 
 
-def draw(plan: Plan, file: Path) -> Path:
+def draw(plan: Plan, file: Path) -> None:
     """Write an SVG; points with a drift above LARGEST are left out."""
     with needs_extra("report", "the figure"):
         from matplotlib.figure import Figure
@@ -31,4 +31,3 @@ def draw(plan: Plan, file: Path) -> Path:
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.savefig(file)
-    return file

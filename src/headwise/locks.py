@@ -1,0 +1,132 @@
+"""One writer per directory: a lock file that names its owner.
+
+The lock is `flock` on the file, which the kernel releases when its owner ends, however it ends.  Where `flock` does not
+exist or the file system lacks it, the file itself is the lock: it is created only if absent, and one whose owner, a
+process of this host, has ended is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import InputError, shown
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+NAME = ".headwise.lock"
+_NO_FLOCK = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+
+
+class DirectoryLock:
+    """Held from `acquire` to `release`; a second owner gets an InputError that names the first."""
+
+    def __init__(self, directory: Path, command: str) -> None:
+        self.directory, self.command, self.file = directory, command, directory / NAME
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, or raise InputError (held by another run) or OSError (the directory cannot be written)."""
+        if self.file.is_symlink() or _read(self.file) is None:
+            raise InputError(f"{shown(self.file)} is not a lock file of headwise; name another directory")
+        while self._descriptor is None:
+            self._descriptor = self._by_flock() if fcntl is not None else self._by_creation()
+        owner = {
+            "headwise": self.command,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, json.dumps(owner).encode())
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # removed while it is locked: a waiting process sees another inode
+                self.file.unlink()
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _by_flock(self) -> int | None:
+        """The locked descriptor; None if the file was removed or replaced in between."""
+        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[union-attr]
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _NO_FLOCK:
+                return self._by_creation()
+            raise self._held() from error
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(self.file)):
+                return descriptor
+        os.close(descriptor)
+        return None
+
+    def _by_creation(self) -> int | None:
+        """The descriptor of a file that did not exist; None after removing the file of an owner that has ended."""
+        try:
+            return os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            owner = _read(self.file)
+        if owner is None or (owner and not _has_ended(owner)):
+            raise self._held()
+        with contextlib.suppress(FileNotFoundError):
+            aside = self.file.with_name(f"{NAME}-{os.getpid()}")
+            self.file.rename(aside)  # of two processes that see a dead owner, one succeeds
+            if _read(aside) != owner:  # it took the file of a new owner
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, self.file)
+            aside.unlink()
+        return None
+
+    def _held(self) -> InputError:
+        deadline = time.monotonic() + 1
+        while not (owner := _read(self.file)) or _has_ended(owner):  # the owner has not yet written its name
+            if time.monotonic() > deadline:
+                owner = {}
+                break
+            time.sleep(0.01)
+        who = "another run"
+        if owner:
+            who = f"`headwise {owner.get('headwise')}` (process {owner.get('pid')} on {owner.get('host')}, "
+            who += f"since {owner.get('since')})"
+        return InputError(f"{shown(self.directory)} is being written by {who}; wait for it, or name another directory")
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """The owner written in a lock file; {} if there is none, None if the content is something else."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return {}
+    if not content.strip(b"\0 \n"):
+        return {}
+    with contextlib.suppress(ValueError, RecursionError):
+        owner = json.loads(content)
+        return owner if isinstance(owner, dict) and "headwise" in owner else None
+    return None
+
+
+def _has_ended(owner: dict[str, Any]) -> bool:
+    """Whether the owner was a process of this host that no longer runs."""
+    pid = owner.get("pid")
+    if owner.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,48 @@
+"""Partial results as files: each carries the key of its run and a checksum, and is checked when it is read."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.errors import InputError, shown
+from headwise.models.fingerprint import content_hash
+from headwise.outputs import atomic, writing
+
+
+def save_partial(path: Path, run: str, value: Any) -> None:
+    """Write tensors, plain values, and lists and dicts of them as a partial result of the run with this key."""
+    saved = {"run": run, "value": value, "sha256": content_hash(value)}
+    with atomic(path, flush=False) as temporary, writing(path):
+        torch.save(saved, temporary)
+
+
+def load_partial(path: Path, run: str) -> Any | None:
+    """The value of `save_partial`; None if there is no file or it is damaged, which is logged.
+
+    Raises InputError if it is the result of another run.
+    """
+    if not path.exists():
+        return None
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        if saved["sha256"] != content_hash(saved["value"]):
+            raise ValueError("its checksum does not match")
+        other, value = saved["run"], saved["value"]
+    except Exception as error:  # torch raises many kinds of errors on a damaged file
+        reason = str(error).partition("\n")[0][:120] or type(error).__name__
+        log_damaged(path, reason)
+        return None
+    if other != run:
+        raise InputError(
+            f"{shown(path)} is a partial result of another model, other inputs or other settings, or of another "
+            "version; start over without it"
+        )
+    return value
+
+
+def log_damaged(path: Path, reason: str) -> None:
+    logging.getLogger("headwise").warning(f"{shown(path)} is damaged ({reason}) and is measured again")
