@@ -229,7 +229,7 @@ SUBJECTS: dict[str, Subject] = {
             other=SEED,
         ),
         Subject(
-            "verify", ("verify", "--source", "S2", "--quiet", "-o", "out.json"), _verified, planted=BESIDE, share=0.6
+            "verify", ("verify", "--source", "S3", "--quiet", "-o", "out.json"), _verified, planted=BESIDE, share=0.6
         ),
         Subject("convert", ("convert", "{session}/cnn.pt2", "-o", "out.pt2", "--json"), _converted, planted=BESIDE),
         Subject(
