@@ -1,6 +1,7 @@
 """The errors raised for bad input.  A message is one sentence: who, what was given, what to do."""
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 
 
@@ -40,10 +41,14 @@ def needs_extra(extra: str, purpose: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise InputError(
-            f"{purpose} needs {error.name}, which is not installed; pip install 'headwise[{extra}]', or in a checkout "
-            f"pip install '.[{extra}]'"
-        ) from error
+        raise _missing(extra, purpose, error.name) from error
+
+
+def check_extra(extra: str, purpose: str, *packages: str) -> None:
+    """Raise the error of `needs_extra` now, before hours of work, if one of the packages is not installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise _missing(extra, purpose, package)
 
 
 def shown(path: object) -> str:
@@ -54,3 +59,10 @@ def shown(path: object) -> str:
     """
     text = str(path)
     return text if text.isprintable() else ascii(text)
+
+
+def _missing(extra: str, purpose: str, package: str | None) -> InputError:
+    return InputError(
+        f"{purpose} needs {package}, which is not installed; pip install 'headwise[{extra}]', or in a checkout "
+        f"pip install '.[{extra}]'"
+    )

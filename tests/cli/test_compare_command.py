@@ -47,10 +47,14 @@ def test_bad_files(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
     file.write_text("{")
     assert "not JSON" in refused(file)
     file.write_text("{}")
-    assert "no records" in refused(file)
+    assert "schema is missing" in refused(file)
     facts = json.loads((pair[0] / "report.json").read_text())
     file.write_text(json.dumps({**facts, "schema": 99}))
-    assert "schema 99" in refused(file)
+    assert "schema 99 is not" in refused(file)
+    file.write_text(json.dumps({**facts, "records": []}))
+    assert "records must have at least one entry" in refused(file)
+    file.write_text(json.dumps({**facts, "model": {**facts["model"], "name": 3}}))
+    assert "model/name must be a string, but is 3" in refused(file)
     for record in facts["records"]:
         record["layer"] = "other"
     file.write_text(json.dumps(facts))

@@ -53,7 +53,7 @@ def test_a_factory_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert facts["provenance"]["command"].startswith("headwise examine python:")
     page = (tmp_path / "report.html").read_text()
     assert "http://www.w3.org" in page
-    assert page.count("http") == page.count("http://www.w3.org")
+    assert page.count("://") == page.count("http://www.w3.org")
     figures = {path.name for path in (tmp_path / "figures").iterdir()}
     assert {"kinds.svg", "kinds.png", "effective-rank.svg", "collapse.svg", "paths.png"} <= figures
     assert not (tmp_path / ".unfinished").exists()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
 import pytest
 
 import headwise
 from headwise.cli import main as cli
-from headwise.errors import ShapeError
+from headwise.errors import InputError, ShapeError
 
 
 @pytest.fixture
@@ -39,8 +45,7 @@ def test_help_lists_every_command(argv: list[str], capsys: pytest.CaptureFixture
 
 
 def test_an_unknown_command_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["tuor"])
+    assert cli.main(["tuor"]) == 2
     said = capsys.readouterr().err
     assert "'tuor' (choose from" in said
     assert all(repr(name) in said for name in cli.COMMANDS)
@@ -53,34 +58,177 @@ def test_a_command_gets_the_rest_of_the_line_and_its_answer_is_the_exit_code(com
     assert seen == [["--help", "--version", "x"]]
 
 
+def raises(error: BaseException):
+    def run(argv: list[str]) -> int:
+        raise error
+
+    return run
+
+
+BUG = "this is a bug in headwise: run again with --debug for the traceback, and report it"
+
+
 @pytest.mark.parametrize(
     "error, code, said",
     [
-        (ShapeError("Softmax: axis 'k' must agree, but q has 3, k has 4"), 2, "probe: Softmax: axis 'k' must agree"),
-        (KeyboardInterrupt(), 130, "probe: interrupted"),
+        (ShapeError("Softmax: axis 'k' must agree, but q has 3, k has 4"), 2, "Softmax: axis 'k' must agree"),
+        (InputError("two\nlines and \x1b[31m red \udcff"), 2, "two lines and \\x1b[31m red \\udcff\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "out/x"), 2, "No space left on device (out/x)\n"),
+        (PermissionError(errno.EACCES, "Permission denied", b"out/\xff"), 2, "Permission denied (out/\\udcff)\n"),
+        (OSError(errno.EMFILE, "Too many open files"), 2, "Too many open files\n"),
+        (MemoryError(), 2, "not enough memory; use fewer or shorter inputs, or a smaller model (MemoryError)\n"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: x"), 2, "not enough memory; use"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GB"), 2, "not enough memory; use"),
+        (RecursionError("maximum recursion depth exceeded"), 2, "the input is nested too deeply"),
+        (UnicodeEncodeError("ascii", "\u2192", 0, 1, "no"), 2, "text that cannot be read or written"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (ValueError("ours to fix\nmore"), 70, f"ValueError: ours to fix; {BUG}\n"),
+        (AssertionError(), 70, f"AssertionError; {BUG}\n"),
+        (GeneratorExit("a panic of an extension"), 70, f"GeneratorExit: a panic of an extension; {BUG}\n"),
     ],
 )
 def test_errors_become_one_sentence_and_a_code(
     command: types.ModuleType, error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(argv: list[str]) -> int:
-        raise error
-
-    command.run = run  # pyright: ignore[reportAttributeAccessIssue]
+    command.run = raises(error)  # pyright: ignore[reportAttributeAccessIssue]
     assert cli.main(["probe"]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"headwise {said}")
+    assert captured.err.startswith(f"headwise probe: {said}")
     assert captured.err.count("\n") == 1
 
 
-def test_other_errors_are_bugs_and_keep_their_traceback(command: types.ModuleType) -> None:
+def test_real_allocations_that_fail(command: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    for size in ((1 << 50,), (1 << 31, 1 << 31)):
+        command.run = lambda argv, size=size: torch.empty(size)  # pyright: ignore[reportAttributeAccessIssue]
+        assert cli.main(["probe"]) == 2
+        assert "not enough memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--debug", "probe"], ["probe", "--debug"], ["probe", "x", "--debug", "y"]])
+@pytest.mark.parametrize("error, code", [(InputError("no such thing"), 2), (ValueError("ours to fix"), 70)])
+def test_debug_shows_the_traceback(
+    command: types.ModuleType, argv: list[str], error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[str]] = []
+
     def run(argv: list[str]) -> int:
-        raise ValueError("ours to fix")
+        seen.append(argv)
+        raise error
 
     command.run = run  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ValueError, match="ours to fix"):
-        cli.main(["probe"])
+    assert cli.main(argv) == code
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert said.splitlines()[-1].startswith("headwise probe: ")
+    assert "--debug" not in seen[0]
+
+
+def test_a_name_may_be_debug(command: types.ModuleType) -> None:
+    seen: list[list[str]] = []
+    command.run = lambda argv: (seen.append(argv), 0)[1]  # pyright: ignore[reportAttributeAccessIssue]
+    assert cli.main(["probe", "--", "--debug"]) == 0
+    assert seen == [["--", "--debug"]]
+
+
+def test_handlers_of_signals_are_given_back(command: types.ModuleType) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    command.run = raises(InputError("no"))  # pyright: ignore[reportAttributeAccessIssue]
+    cli.main(["probe"])
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+# a process whose command writes a file, says "ready", and removes the file when it is stopped
+STOPPABLE = """
+import sys, time, types
+from pathlib import Path
+from headwise.cli import main as cli
+def run(argv):
+    file = Path(argv[0]); file.touch()
+    try:
+        print("ready", flush=True); time.sleep(60)
+    finally:
+        print("cleaning", flush=True); time.sleep(float(argv[1])); file.unlink()
+    return 0
+probe = types.ModuleType("probe"); probe.run = run
+sys.modules["probe"] = probe; cli.COMMANDS["probe"] = ("probe", "")
+sys.exit(cli.main(["probe", *sys.argv[1:]]))
+"""
+
+
+def stopped(tmp_path: Path, *numbers: int, cleaning: float = 0.0) -> tuple[int, str, bool]:
+    """Exit code, stderr, and whether the file is still there, after these signals."""
+    file = tmp_path / "unfinished"
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPABLE, str(file), str(cleaning)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(numbers[0])
+        assert process.stdout.readline() == "cleaning\n"
+        for number in numbers[1:]:
+            process.send_signal(number)
+            time.sleep(0.1)
+        process.wait(timeout=30)
+        return process.returncode, process.stderr.read(), file.exists()
+
+
+@pytest.mark.parametrize(
+    "number, code, said",
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "stopped by SIGTERM"),
+        (signal.SIGHUP, 129, "stopped by SIGHUP"),
+    ],
+)
+def test_a_signal_ends_the_run_after_cleaning_up(tmp_path: Path, number: int, code: int, said: str) -> None:
+    assert stopped(tmp_path, number) == (code, f"headwise probe: {said}\n", False)
+
+
+def test_a_second_signal_does_not_stop_cleaning_up(tmp_path: Path) -> None:
+    code, said, left = stopped(tmp_path, signal.SIGINT, signal.SIGINT, cleaning=0.5)
+    assert (code, left) == (130, False)
+    assert said == "removing unfinished files; once more to stop at once\nheadwise probe: interrupted\n"
+
+
+def test_a_third_signal_ends_at_once(tmp_path: Path) -> None:
+    code, _, left = stopped(tmp_path, signal.SIGINT, signal.SIGINT, signal.SIGTERM, cleaning=60)
+    assert (code, left) == (143, True)
+
+
+def in_a_shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = line.replace("headwise", f"{shlex.quote(sys.executable)} -m headwise", 1)
+    return subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+
+
+def test_a_closed_or_full_output(tmp_path: Path) -> None:
+    done = in_a_shell("headwise tour --side 3 2>&-")
+    assert (done.returncode, done.stderr) == (2, "")
+    done = in_a_shell("headwise tour --side 3 >&-")
+    assert (done.returncode, done.stderr) == (2, "headwise tour: --side is 3; it must be at least 4\n")
+    if Path("/dev/full").exists():
+        done = in_a_shell("headwise tour --side 4 --json >/dev/full")
+        assert (done.returncode, done.stderr) == (2, "headwise tour: No space left on device\n")
+
+
+def test_an_output_that_is_not_unicode() -> None:
+    done = in_a_shell("headwise tour --side 4", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u03c3" in done.stdout  # singular values
+
+
+def test_an_argument_that_is_not_utf_8(tmp_path: Path) -> None:
+    command = [os.fsencode(sys.executable), b"-m", b"headwise", b"compare", b"\xff\xfe", b"b"]
+    done = subprocess.run(command, capture_output=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"headwise compare: there is no \\udcff\\udcfe;")
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

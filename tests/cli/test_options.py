@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
-from headwise.cli.options import add_inputs, add_json, add_model, add_output, check_at_least, is_quiet, make_inputs
+from headwise.cli.options import (
+    Parser,
+    add_inputs,
+    add_json,
+    add_model,
+    add_output,
+    add_seed,
+    is_quiet,
+    make_inputs,
+    number,
+)
+from headwise.cli.progress import bar
 from headwise.cli.tables import make_table
-from headwise.errors import InputError
+from headwise.errors import InputError, check_extra
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser()
+def parser() -> Parser:
+    made = Parser(prog="headwise probe")
     add_model(made)
     add_inputs(made, texts=16)
     add_output(made, default="somewhere")
     add_json(made)
+    add_seed(made)
+    made.add_argument("--tolerance", type=number(0))
     return made
 
 
@@ -28,16 +39,44 @@ def test_the_default_model_is_the_sample() -> None:
     assert is_quiet(parser().parse_args(["--quiet"]))
 
 
-def test_only_one_source_of_inputs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parser().parse_args(["--text", "a.txt", "--random-tokens", "8"])
-    assert "not allowed with" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--text", "a.txt", "--random-tokens", "8"], "argument --random-tokens: not allowed with argument --text"),
+        (["--texts", "0"], "--texts is 0; it must be at least 1"),
+        (["--texts", "-3"], "--texts is -3; it must be at least 1"),
+        (["--texts", "2.5"], "--texts is '2.5'; it must be a whole number"),
+        (["--texts", "9" * 9999], "--texts is '9999999999999999999999999999999999999999'; it must be a whole number"),
+        (["--texts", ""], "--texts is ''; it must be a whole number"),
+        (["--length", "0"], "--length is 0; it must be at least 4"),
+        (["--random-tokens", str(10**15)], "--random-tokens is 1000000000000000; it must be at most 16777216"),
+        (["--seed", str(2**63)], "--seed is 9223372036854775808; it must be at most 9223372036854775807"),
+        (["--seed", "-1"], "--seed is -1; it must be at least 0"),
+        (["--tolerance", "nan"], "--tolerance is nan; it must be a finite number of at least 0"),
+        (["--tolerance", "inf"], "--tolerance is inf; it must be a finite number of at least 0"),
+        (["--tolerance", "-1"], "--tolerance is -1; it must be a finite number of at least 0"),
+        (["--tolerance", "much"], "--tolerance is 'much'; it must be a number"),
+        (["-o", ""], "-o/--out is empty; give a name"),
+        ([""], "MODEL is empty; give a name"),
+        (["--text", "a", ""], "--text is empty; give a name"),
+        (["a\0b"], "an argument holds a NUL character"),
+        (["--seed", "1", "--seed", "2"], "--seed is given twice"),
+        (["--seed=1", "--seed=1"], "--seed is given twice"),
+        (["-o", "a", "--out", "b"], "--out is given twice"),
+        (["-oa", "-o", "b"], "-o is given twice"),
+        (["--see", "1"], "unrecognized arguments: --see; see headwise probe --help"),
+        (["--seed"], "argument --seed: expected one argument; see headwise probe --help"),
+        (["a", "b"], "unrecognized arguments: b"),
+    ],
+)
+def test_the_option_is_named(argv: list[str], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parser().parse_args(argv)
+    assert said in str(caught.value)
 
 
-def test_an_option_below_its_minimum_is_named() -> None:
-    options = parser().parse_args(["--texts", "0"])
-    with pytest.raises(InputError, match="--texts is 0; it must be at least 1"):
-        check_at_least(options, length=4, texts=1)
+def test_flags_may_be_repeated_and_names_follow_two_dashes() -> None:
+    assert parser().parse_args(["--json", "--json", "--", "--seed"]).model == "--seed"
 
 
 def test_a_factory_brings_its_own_batches() -> None:
@@ -52,8 +91,25 @@ def test_a_factory_brings_its_own_batches() -> None:
 def test_a_table_shows_brackets_and_never_cuts_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    rows = [("a name with [brackets] that is long enough to be wrapped", "12345678901234567890")]
-    Console(width=50).print(make_table("title", ("name", "number"), rows, bold=-1))
+    rows = [("a name with [brackets] [/x] that is long enough to be wrapped", "12345678901234567890")]
+    Console(width=50).print(make_table("runs[exp] [/x]", ("name [/x]", "number"), rows, bold=-1))
     printed = capsys.readouterr().out
+    assert "runs[exp] [/x]" in printed
+    assert "name [/x]" in printed
     assert "[brackets]" in printed
     assert "12345678901234567890" in printed
+
+
+def test_a_progress_bar_shows_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with bar("runs[exp] [/x]", 2) as advance:
+        advance(1)
+    assert "runs[exp] [/x]" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_noticed_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_extra("report", "the figure", "rich")
+    with pytest.raises(
+        InputError, match=r"the figure needs no_such, which is not installed; pip install 'headwise\[rep"
+    ):
+        check_extra("report", "the figure", "rich", "no_such")

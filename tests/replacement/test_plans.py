@@ -116,22 +116,124 @@ def test_an_edited_choice_finds_its_tensors(plan: Plan, tmp_path: Path, model: n
     assert torch.equal(found["a"], plan.fitted[site, 0, again.sites[site][0]]["a"])
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda f: f["sites"][next(iter(f["sites"]))].__setitem__(0, {"kind": "magic"}), "unknown kind .* 'magic'"),
-        (lambda f: f["sites"][next(iter(f["sites"]))].pop(), "has 4 heads, but the plan has 3 choices"),
-        (lambda f: f["sites"].__setitem__("nowhere", []), "no site 'nowhere'"),
-        (lambda f: f.__setitem__("length", 0), "length must be a whole number"),
-        (lambda f: f.__setitem__("schema", 99), "schema 99"),
-        (
-            lambda f: f["sites"][next(iter(f["sites"]))].__setitem__(0, {"kind": "near_far", "block": 2, "rank": 5}),
-            "was not fitted",
-        ),
-    ],
-)
-def test_invalid_edited_plans(plan: Plan, tmp_path: Path, change, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+SITE = "encoder.layer.0.attention.self"
+
+
+def put(*path_and_value):
+    """Set the value at a path of the plan."""
+    *path, last, value = path_and_value
+
+    def change(facts: dict) -> None:
+        for name in path:
+            facts = facts[name]
+        facts[last] = value
+
+    return change
+
+
+def drop(*path):
+    *path, last = path
+
+    def change(facts: dict) -> None:
+        for name in path:
+            facts = facts[name]
+        del facts[last]
+
+    return change
+
+
+INVALID = [
+    (put("sites", SITE, 0, {"kind": "magic"}), f"sites/{SITE}/0: unknown kind of operator 'magic'"),
+    (put("sites", SITE, 0, {"kind": 7}), f"sites/{SITE}/0/kind must be a string, but is 7"),
+    (put("sites", SITE, 0, {}), f"sites/{SITE}/0/kind is missing"),
+    (put("sites", SITE, 0, "window"), f'sites/{SITE}/0 must be an object with named fields, but is "window"'),
+    (put("sites", SITE, 0, None), f"sites/{SITE}/0 must be an object with named fields, but is null"),
+    (put("sites", SITE, {}), f"sites/{SITE} must be a list"),
+    (put("sites", []), "sites must be an object with named fields, but is a list of 0"),
+    (put("sites", {}), "lists no attention sites"),
+    (drop("sites"), "sites is missing"),
+    (drop("sites", SITE, 3), "has 4 heads, but the plan has 3 choices"),
+    (put("sites", "nowhere", []), "sites/nowhere: the model has no site 'nowhere'"),
+    (put("sites", SITE, 0, {"kind": "window", "width": 10**12}), f"sites/{SITE}/0: window: width must be at most"),
+    (put("sites", SITE, 0, {"kind": "window", "width": -1}), "window: width must be at least 1, but is -1"),
+    (put("sites", SITE, 0, {"kind": "window", "width": 1.5}), "window: width must be a whole number"),
+    (put("sites", SITE, 0, {"kind": "window", "width": "9"}), "window: width must be a number, but is '9'"),
+    (put("sites", SITE, 0, {"kind": "window", "widht": 9}), "window: unknown option 'widht'"),
+    (put("sites", SITE, 0, {"kind": "projected", "rank": 10**9}), "projected: rank must be at most"),
+    (put("sites", SITE, 0, {"kind": "toeplitz", "reach": 10**9}), "toeplitz: reach must be at most"),
+    (put("sites", SITE, 0, {"kind": "near_far", "rank": 10**9}), "near_far: rank must be at most"),
+    (put("sites", SITE, 0, {"kind": "near_far", "block": 2, "rank": 5}), "whose tensor 'a' was not fitted"),
+    (put("length", 0), "length must be between 1 and"),
+    (put("length", 10**12), "length must be between 1 and"),
+    (put("length", True), "length must be a whole number, but is true"),
+    (put("length", "40"), 'length must be a whole number, but is "40"'),
+    (put("schema", 99), "schema 99 is not 2"),
+    (drop("schema"), "schema is missing"),
+    (put("model", "bert"), 'model must be an object with named fields, but is "bert"'),
+    (drop("model"), "model is missing"),
+    (drop("model", "fingerprint"), "model/fingerprint is missing"),
+    (put("model", "fingerprint", 3), "model/fingerprint must be a string, but is 3"),
+    (put("model", "class", None), "model/class must be a string, but is null"),
+    (put("model", "sites", SITE, "heads", "4"), f'model/sites/{SITE}/heads must be a whole number, but is "4"'),
+    (put("model", "sites", SITE, "width", 10**9), f"model/sites/{SITE}/width must be between 1 and 65536"),
+    (drop("model", "sites", SITE, "causal"), f"model/sites/{SITE}/causal is missing"),
+    (put("tolerance", -0.1), "tolerance must be at least 0, but is -0.1"),
+    (put("tolerance", 5), "tolerance is 5, but a drift of cosines, 1 - cos, is at most 2"),
+    (put("tolerance", None), "tolerance must be a number, but is null"),
+    (put("tolerance", float("nan")), "JSON has no NaN"),
+    (put("measure", "sine"), 'measure must be "cosine" or "loss", but is "sine"'),
+    (put("choices", 0, {"kind": "magic"}), "choices/0: unknown kind"),
+    (put("choices", []), "but there are 0 choices"),
+    (put("curve", 0, "sites", SITE, 0, 99), f"curve/0/sites/{SITE}/0 is 99, but there are"),
+    (put("curve", 0, "sites", SITE, 0, -1), f"curve/0/sites/{SITE}/0 must be at least 0, but is -1"),
+    (put("curve", 0, "sites", "nowhere", [0]), "curve/0/sites/nowhere: the model has no site"),
+    (put("curve", 0, "sites", SITE, [0]), f"curve/0/sites/{SITE}: {SITE} has 4 heads, but the plan has 1"),
+    (put("curve", 0, "cost", None), "curve/0/cost must be a number, but is null"),
+    (put("curve", 0, "selection", -1), "curve/0/selection must be at least 0"),
+    (put("curve", 0, "speed", 3), "curve/0/speed is not a field"),
+    (drop("baselines", 0, "standard_error"), "baselines/0/standard_error is missing"),
+    (put("baselines", {}), "baselines must be a list"),
+    (put("timing", []), "timing must be an object"),
+    (put("skipped", {"x": 3}), "skipped/x must be a string, but is 3"),
+    (put("tolerence", 0.1), "tolerence is not a field; there are schema, model, length"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), INVALID, ids=[said[:50] for _, said in INVALID])
+def test_invalid_edited_plans(plan: Plan, tmp_path: Path, change, said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Plan.load(edited(plan, tmp_path, change))
+    assert said in str(caught.value)
+    assert str(tmp_path / "plan.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"3", b"[" * 100_000, b"\x89PNG", b'{"schema": 2}', b"{"])
+def test_files_that_are_no_plans(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"plan\.json"):
+        Plan.load(tmp_path)
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(InputError, match=r"no such file; name a plan\.json that `headwise plan` wrote"):
+        Plan.load(tmp_path)
+
+
+def test_a_tolerance_for_cosines_is_at_most_two(plan: Plan, model: nn.Module) -> None:
+    for tolerance in (2.1, 5.0):
+        with pytest.raises(InputError, match="is at most 2"):
+            plan.at(tolerance)
+        with pytest.raises(InputError, match="is at most 2"):
+            headwise.plan(model, batches(), tolerance=tolerance, choices=FEW, effort=BRIEF)
+    assert replace(plan, measure="loss").at(5.0).sites == plan.at(2.0).sites  # losses may differ by any number
+
+
+def test_a_plan_learns_no_more_than_fits(plan: Plan, tmp_path: Path) -> None:
+    """A file of a few kilobytes must not make the program allocate a terabyte."""
+
+    def change(facts: dict) -> None:
+        facts["length"] = 1 << 24
+        facts["sites"][SITE][0] = {"kind": "projected", "rank": 1 << 20}
+
+    with pytest.raises(InputError, match="would learn more than"):
         Plan.load(edited(plan, tmp_path, change))
 
 

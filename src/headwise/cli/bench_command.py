@@ -10,7 +10,17 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from headwise.cli.options import MODEL_HELP, add_force, add_json, add_output, check_at_least, is_quiet
+from headwise.cli.options import (
+    MODEL_HELP,
+    Parser,
+    add_force,
+    add_json,
+    add_output,
+    file_path,
+    is_quiet,
+    nonempty,
+    whole_number,
+)
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
@@ -22,37 +32,47 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    check_at_least(options, rounds=1)
     return options.command(options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="headwise bench", description="Measure what attention costs on this machine.")
+    parser = Parser(prog="headwise bench", description="Measure what attention costs on this machine.")
     commands = parser.add_subparsers(required=True, metavar="scaling | peers | fidelity")
     scaling = commands.add_parser("scaling", help="every operator over n: time, memory, operations, fitted exponents")
-    scaling.add_argument("--operators", nargs="+", metavar="NAME", help="some operators (default: all)")
+    scaling.add_argument("--operators", nargs="+", type=nonempty, metavar="NAME", help="some operators (default: all)")
     scaling.add_argument("--fresh", action="store_true", help="measure again what earlier runs in DIR have measured")
     add_force(scaling)
     add_output(scaling, default="headwise-bench", help="scaling.json and scaling.svg are written here")
     peers = commands.add_parser("peers", help="the same layer by other installed packages, as ratios in one run")
-    peers.add_argument("--layers", nargs="+", metavar="NAME", help="some layers, of headwise or others (default: all)")
+    peers.add_argument(
+        "--layers", nargs="+", type=nonempty, metavar="NAME", help="some layers, of headwise or others (default: all)"
+    )
     fidelity = commands.add_parser("fidelity", help="distance of every operator from softmax attention, and its cost")
     source = fidelity.add_mutually_exclusive_group()
     source.add_argument(
         "--model",
         nargs="?",
         const="minilm",
+        type=nonempty,
         metavar="MODEL",
         help=f"use q, k and v of every layer of a model that reads a text: {MODEL_HELP}",
     )
     source.add_argument(
-        "--tensors", type=Path, metavar="FILE", help="q, k and v (*batch, n, width) saved by torch.save as a dictionary"
+        "--tensors",
+        type=file_path,
+        metavar="FILE",
+        help="q, k and v (*batch, n, width) saved by torch.save as a dictionary",
     )
     for part, command in ((scaling, _scaling), (peers, _peers), (fidelity, _fidelity)):
         nargs = None if part is fidelity else "+"
-        part.add_argument("--n", nargs=nargs, type=int, metavar="N", help="number of tokens")
+        part.add_argument("--n", nargs=nargs, type=whole_number(2, 1 << 20), metavar="N", help="number of tokens")
         part.add_argument("--quick", action="store_true", help="short sequences, few rounds")
-        part.add_argument("--rounds", type=int, metavar="R", help="measurements of each time (default: 5; quick: 2)")
+        part.add_argument(
+            "--rounds",
+            type=whole_number(1, 1_000_000),
+            metavar="R",
+            help="measurements of each time (default: 5; quick: 2)",
+        )
         add_json(part)
         part.set_defaults(command=command)
     return parser
@@ -161,7 +181,7 @@ def _fidelity(options: argparse.Namespace) -> int:
     elif options.model is not None:
         layers = _captured(options.model, n)
     else:
-        layers = [random_heads(_lengths([n or 2048], ())[0])]
+        layers = [random_heads(n or 2048)]
     rows, refused = measure_fidelity(layers)
     if options.json:
         print(json_text({"layers": len(layers), "rows": [asdict(row) for row in rows], "refused": refused}))
@@ -211,10 +231,7 @@ def _tensors(path: Path) -> tuple[Any, Any, Any]:
 
 
 def _lengths(requested: list[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    lengths = default if requested is None else tuple(requested)
-    if min(lengths) < 2:
-        raise InputError(f"--n is {min(lengths)}; it must be at least 2")
-    return lengths
+    return default if requested is None else tuple(requested)
 
 
 def _seconds(x: float) -> str:

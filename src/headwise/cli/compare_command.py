@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.cli.examine_command import short_names
-from headwise.cli.options import add_inputs, add_json, is_quiet, make_inputs
+from headwise.cli.options import Parser, add_inputs, add_json, file_path, is_quiet, make_inputs, whole_number
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
@@ -18,24 +17,25 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="headwise compare",
         description="What changed between two examinations: checkpoints of one model, or before and after a change.  "
         "Or, of two model directories: how far their answers to the same texts are apart, and how long each takes.",
     )
-    parser.add_argument("a", type=Path, metavar="A", help="a directory written by examine, or a model's")
-    parser.add_argument("b", type=Path, metavar="B", help="the other one")
-    parser.add_argument("--heads", type=int, default=10, metavar="K", help="rows to show (default: %(default)s)")
+    parser.add_argument("a", type=file_path, metavar="A", help="a directory written by examine, or a model's")
+    parser.add_argument("b", type=file_path, metavar="B", help="the other one")
+    rows = whole_number(1, 1_000_000)
+    parser.add_argument("--heads", type=rows, default=10, metavar="K", help="rows to show (default: %(default)s)")
     add_json(parser, "every head")
     add_inputs(parser.add_argument_group("for two models"), texts=8, kinds=())
     options = parser.parse_args(argv)
 
     from headwise.replacement.model_comparison import is_model
 
-    for path in (options.a, options.b):
-        if not path.exists():
-            raise InputError(f"there is no {path}; name two directories that examine wrote, or two models'")
-    models = [is_model(path) for path in (options.a, options.b)]
+    for given in (options.a, options.b):
+        if not given.exists():
+            raise InputError(f"there is no {given}; name two directories that examine wrote, or two models'")
+    models = [is_model(given) for given in (options.a, options.b)]
     if all(models):
         return _models(options)
     if any(models):

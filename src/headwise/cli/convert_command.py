@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
-from headwise.cli.options import add_force, add_output
+from headwise.cli.options import Parser, add_force, add_output, nonempty, number
 from headwise.errors import InputError
+
+LARGEST_INPUT = 1 << 31
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="headwise convert",
         description="Convert every convolution of a model to attention with one head per kernel cell; "
         "outputs are equal up to rounding.",
@@ -19,11 +22,18 @@ def run(argv: list[str]) -> int:
         "headwise.convert(factory())[0].  Exit code: 0 if every convolution was converted, 1 if some were left.",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="an exported program (MODEL.pt2), or python:module:factory, which runs your code"
+        "model",
+        type=nonempty,
+        metavar="MODEL",
+        help="an exported program (MODEL.pt2), or python:module:factory, which runs your code",
     )
     add_output(parser, metavar="OUT", required=True, help="file to write: .pt2 or .pt")
-    parser.add_argument("--soft", type=float, metavar="ALPHA", help="quadratic softmax heads with trainable centres")
-    parser.add_argument("--input", metavar="SIZES", help="shape of an input to run and export with, such as 1,3,32,32")
+    parser.add_argument(
+        "--soft", type=number(0), metavar="ALPHA", help="quadratic softmax heads with trainable centres"
+    )
+    parser.add_argument(
+        "--input", type=_sizes, metavar="SIZES", help="shape of an input to run and export with, such as 1,3,32,32"
+    )
     add_force(parser)
     parser.add_argument("--json", action="store_true", help="print the receipt as JSON")
     options = parser.parse_args(argv)
@@ -60,7 +70,7 @@ def _convert(options: argparse.Namespace, file: Path) -> Any:
             raise InputError(f"MODEL must be a .pt2 file or python:module:factory, but is {options.model!r}")
         model, _ = call_factory(options.model)
         generator = torch.Generator().manual_seed(0)
-        probe = None if options.input is None else torch.randn(_sizes(options.input), generator=generator)
+        probe = None if options.input is None else torch.randn(options.input, generator=generator)
         if options.out.suffix == ".pt2" and probe is None:
             raise InputError("exporting needs the shape of an input: add --input with its sizes, such as 1,3,32,32")
         new, receipt = convert(model, mode, probe=probe)
@@ -89,15 +99,15 @@ def _sizes(text: str) -> list[int]:
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise InputError(f"--input must be sizes such as 1,3,32,32, but is {text!r}") from error
-    if min(sizes) < 1:
-        raise InputError(f"--input must be positive sizes, but is {text!r}")
+        raise argparse.ArgumentTypeError(f"is {text[:40]!r}; it must be sizes such as 1,3,32,32") from error
+    if min(sizes) < 1 or len(sizes) > 16 or math.prod(sizes) > LARGEST_INPUT:
+        raise argparse.ArgumentTypeError(
+            f"is {text[:40]!r}; it must be at most 16 positive sizes of 2^31 numbers in all"
+        )
     return sizes
 
 
 def _print_receipt(receipt: Any, out: Path) -> None:
-    from rich.console import Console
-
     from headwise.cli.tables import print_table
 
     title = f"{receipt.what}: {len(receipt.parts) or 1} convolutions are now attention"
@@ -114,9 +124,8 @@ def _print_receipt(receipt: Any, out: Path) -> None:
         for part in (*receipt.parts, receipt)
     ]
     print_table(title, headings, rows, bold=-1)
-    console = Console()
     for entry in receipt.left:
-        console.print(f"not converted: {entry.what}: {entry.why}")
+        print(f"not converted: {entry.what}: {entry.why}")
     for note in {note: None for part in (receipt, *receipt.parts) for note in part.notes}:
-        console.print(note)
+        print(note)
     print(f"written to {out}")

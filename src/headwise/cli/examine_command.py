@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from headwise.cli import options as shared
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
-from headwise.errors import needs_extra
+from headwise.errors import check_extra
 from headwise.outputs import PARTIAL, OutputDirectory
 
 if TYPE_CHECKING:
@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    shared.check_at_least(options, texts=1, batch=1, spectra_every=0, random_tokens=4, memory=1)
     command = "headwise examine " + shlex.join(argv)
     rank, processes = _join_processes()
     if rank != 0:  # the first process has the lock, writes the report and prints
         options.quiet = True
         _examine(options, options.out.expanduser() / PARTIAL, command, processes)
         return 0
-    with needs_extra("report", "the report"):
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
+    check_extra("report", "the report", "jinja2", "matplotlib")
     from headwise.examination.report.page import report_names, write_report
 
     with OutputDirectory(
@@ -46,7 +43,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = shared.Parser(
         prog="headwise examine",
         description="What every head of a model is doing: one HTML page, one JSON file, figures, and a table.",
         epilog="Several processes share the work: torchrun --nproc-per-node N -m headwise examine …",
@@ -54,12 +51,17 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_model(parser)
     shared.add_inputs(parser, texts=16)
     shared.add_output(parser, default="headwise-report", help="directory of the report")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="texts in one forward pass (default: 1)")
+    texts, batches, megabytes = (shared.whole_number(least, 1_000_000) for least in (1, 0, 1))
+    parser.add_argument("--batch", type=texts, default=1, metavar="B", help="texts in one forward pass (default: 1)")
     parser.add_argument(
-        "--spectra-every", type=int, default=8, metavar="K", help="spectra on every K-th batch; 0: none (default: 8)"
+        "--spectra-every",
+        type=batches,
+        default=8,
+        metavar="K",
+        help="spectra on every K-th batch; 0: none (default: 8)",
     )
-    parser.add_argument("--memory", type=int, metavar="MB", help="megabytes that blocks of P may take")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory", type=megabytes, metavar="MB", help="megabytes that blocks of P may take")
+    shared.add_seed(parser)
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     shared.add_force(parser)
     parser.add_argument("--no-ablations", action="store_true", help="leave out collapse curves and path lengths")

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.cli.options import add_force, add_json, add_output, check_at_least
+from headwise.cli.options import Parser, add_force, add_json, add_output, add_seed, whole_number
 from headwise.cli.tables import make_table
-from headwise.errors import needs_extra
+from headwise.errors import check_extra, needs_extra
 from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ SIZES = ("steps", "every", "key_width", "keys", "layers", "heads")
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    check_at_least(options, **dict.fromkeys(SIZES, 1))
     if options.out is not None:
-        with needs_extra("report", "the figure"):
-            import matplotlib  # noqa: F401
+        check_extra("report", "the figure", "matplotlib")
     from headwise.growth.demo import TASKS, train_and_grow
 
     snapshots: list[Snapshot] = []
@@ -60,7 +58,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="headwise grow",
         description="Train a small model that adds query/key dimensions where the data show that they are too few.",
     )
@@ -70,13 +68,17 @@ def _parser() -> argparse.ArgumentParser:
         default="lookup",
         help="lookup: the key width is the bottleneck; average: it is not, and nothing should grow",
     )
-    parser.add_argument("--steps", type=int, default=600, help="training steps (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=200, help="steps between growths (default: %(default)s)")
-    parser.add_argument("--key-width", type=int, default=2, metavar="K", help="of every head at the start (default: 2)")
-    parser.add_argument("--keys", type=int, default=128, help="keys to tell apart (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
+    for size, default, most, help in (
+        ("steps", 600, 1_000_000_000, "training steps"),
+        ("every", 200, 1_000_000_000, "steps between growths"),
+        ("key-width", 2, 1024, "query/key width of every head at the start"),
+        ("keys", 128, 65_536, "keys to tell apart"),
+        ("layers", 1, 64, "attention layers"),
+        ("heads", 2, 64, "heads of each layer"),
+    ):
+        described = f"{help} (default: %(default)s)"
+        parser.add_argument(f"--{size}", type=whole_number(1, most), default=default, metavar="N", help=described)
+    add_seed(parser)
     add_output(parser, help="write grow.json and widths.png into DIR")
     add_force(parser)
     add_json(parser, "the whole run")

@@ -1,19 +1,37 @@
-"""`headwise <command> …`: finds the command's module, runs it, and turns errors into a message and an exit code.
+"""`headwise <command> …`: finds the command's module, runs it, and turns every failure into one sentence on stderr.
 
 A command is a module with `run(argv: list[str]) -> int`.  Nothing here imports torch, so `headwise --help` is instant.
-Exit codes: the command's own (0: success), 2 for bad input, 130 when interrupted.
+
+    0    done
+    1    done, and the answer is no: a claim differs from the record, a convolution was left as it was
+    2    could not be done: bad input, or files, disk or memory that cannot be used
+    70   a bug in headwise
+    129, 130, 143   stopped by SIGHUP, SIGINT (Ctrl-C), SIGTERM; unfinished files were removed
+    141  the reader of the output has closed it
+
+`--debug` anywhere on the line shows the traceback too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
 
 from headwise import __version__
+from headwise.cli.options import Parser
 from headwise.errors import HeadwiseError
+
+BUG = 70
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed")
+"""What torch writes into a RuntimeError when an allocation fails."""
 
 # name -> (module, one line of help); a new command is one new line here
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -33,35 +51,130 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in COMMANDS:
-        # --help and --version exit here; anything else is an unknown command, which argparse reports
-        _parser().parse_args(arguments or ["--help"])
-    module, _ = COMMANDS[arguments[0]]
+    arguments, debug = _without_debug(sys.argv[1:] if argv is None else argv)
+    name = f"headwise {arguments[0]}" if arguments and arguments[0] in COMMANDS else "headwise"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal cannot show must not end the run
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return importlib.import_module(module).run(arguments[1:])
-    except HeadwiseError as error:
-        print(f"headwise {arguments[0]}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"headwise {arguments[0]}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # the reader of the output (head, less) has closed it; redirect stdout so that Python's final flush is silent
+        with _signals():
+            code = _run(arguments)
+            _flush()  # an error of the last write belongs here, not to the end of the interpreter
+            return code
+    except SystemExit:  # --help and --version
+        raise
+    except BaseException as error:  # extensions written in Rust raise a BaseException when they panic
+        if debug:
+            traceback.print_exception(error)
+        code, sentence = _explained(error)
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed, too
+        if sentence:
+            print(f"{name}: {_one_line(sentence)}", file=sys.stderr)
+    try:
+        _flush()
+    except (OSError, ValueError):  # Python would try again at its end, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    return code
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is None if the process was started without
+        sys.stdout.flush()
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in COMMANDS:
+        # --help and --version exit here; anything else is an unknown command
+        _parser().parse_args(arguments or ["--help"])
+    return importlib.import_module(COMMANDS[arguments[0]][0]).run(arguments[1:])
+
+
+def _without_debug(argv: Sequence[str]) -> tuple[list[str], bool]:
+    """The arguments without --debug, and whether it was among them; after -- it is a name."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return [x for x in argv[:end] if x != "--debug"] + list(argv[end:]), "--debug" in argv[:end]
+
+
+def _explained(error: BaseException) -> tuple[int, str]:
+    """Exit code and sentence for an exception."""
+    reason = _first_line(error)
+    if isinstance(error, HeadwiseError):
+        return 2, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return (128 + error.number, str(error)) if isinstance(error, _Stopped) else (130, "interrupted")
+    if isinstance(error, BrokenPipeError) and error.filename is None:
+        return 141, ""
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f" ({os.fsdecode(error.filename)})"
+        return 2, f"{error.strerror or reason}{where}"
+    if isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY):
+        return 2, f"not enough memory; use fewer or shorter inputs, or a smaller model ({reason})"
+    if isinstance(error, RecursionError):
+        return 2, f"the input is nested too deeply ({reason})"
+    if isinstance(error, UnicodeError):
+        return 2, f"text that cannot be read or written ({reason})"
+    return BUG, f"{reason}; this is a bug in headwise: run again with --debug for the traceback, and report it"
+
+
+def _first_line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
+
+
+def _one_line(text: str) -> str:
+    """`text` with line breaks as spaces and other unprintable characters escaped: file names may hold anything."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.splitlines()))
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal that asks the process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises _Stopped; the second lets clean-up finish; the third ends at once."""
+    received = 0
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal received
+        received += 1
+        if received == 1:
+            raise _Stopped(number)
+        if received > 2:
+            os._exit(128 + number)
+        with contextlib.suppress(OSError):
+            os.write(2, b"removing unfinished files; once more to stop at once\n")
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
+        yield
+        return
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:  # nohup
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="headwise",
-        usage="headwise [--help] [--version] <command> …",
+        usage="headwise [--help] [--version] [--debug] <command> …",
         description="Attention as a linear operator: build it, measure it, test what is claimed of it, replace it.",
         epilog=f"commands:\n{listing}\n\n`headwise <command> --help` describes one command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error; anywhere on the line")
     parser.add_argument("--version", action="version", version=f"headwise {__version__}")
     parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
     return parser

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Collection
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headwise.cli.progress import bar
 from headwise.errors import InputError
@@ -25,9 +27,83 @@ MODEL_HELP = (
 )
 
 
+TOKENS, TEXTS, SEEDS = (4, 1 << 24), (1, 1_000_000), (0, 2**63 - 1)
+"""Smallest and largest values of options that several commands have."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are InputErrors, and that refuses options given twice and abbreviated options."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        self._check(list(args or ()))
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        # the types below say "is 0; it must be at least 1", and argparse puts "argument --texts: " before it
+        ours = re.fullmatch(r"argument (\S+): (is .*)", message, flags=re.DOTALL)
+        raise InputError(f"{ours[1]} {ours[2]}" if ours else f"{message}; see {self.prog} --help")
+
+    def _check(self, args: list[str]) -> None:
+        given = set()
+        for arg in itertools.takewhile(lambda arg: arg != "--", args):
+            if "\0" in arg:
+                self.error(f"an argument holds a NUL character: {arg!r}")
+            name = arg.partition("=")[0] if arg.startswith("--") else arg[:2]
+            action = self._option_string_actions.get(name)
+            if action is not None and action.nargs != 0 and action.dest in given:
+                self.error(f"{name} is given twice")
+            given.add(None if action is None else action.dest)
+
+
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """Type of an option: an integer from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"is {text[:40]!r}; it must be a whole number") from error
+        if value < least or value > most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise argparse.ArgumentTypeError(f"is {text[:40]}; it must be {bound}")
+        return value
+
+    return parse
+
+
+def number(least: float) -> Callable[[str], float]:
+    """Type of an option: a finite number of at least `least`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"is {text[:40]!r}; it must be a number") from error
+        if not math.isfinite(value) or value < least:
+            raise argparse.ArgumentTypeError(f"is {text[:40]}; it must be a finite number of at least {least:g}")
+        return value
+
+    return parse
+
+
+def nonempty(text: str) -> str:
+    """Type of an argument: any text but the empty one, which is what an unset variable of a shell gives."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a name")
+    return text
+
+
+def file_path(text: str) -> Path:
+    """Type of an argument: a file or directory, which need not exist."""
+    return Path(nonempty(text))
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL --allow-pickle --trust-remote-code"""
-    parser.add_argument("model", nargs="?", default="minilm", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", nargs="?", type=nonempty, default="minilm", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--allow-pickle", action="store_true", help="load pickled weights, which can run code")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
@@ -45,17 +121,24 @@ def add_inputs(
     kinds   which inputs other than text the command takes
     """
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="plain text (default: Moby-Dick, shipped)")
+    source.add_argument(
+        "--text", nargs="+", type=file_path, metavar="FILE", help="plain text (default: Moby-Dick, shipped)"
+    )
     if "images" in kinds:
-        source.add_argument("--images", type=Path, metavar="DIR", help="a directory of images")
+        source.add_argument("--images", type=file_path, metavar="DIR", help="a directory of images")
     if "audio" in kinds:
-        source.add_argument("--audio", nargs="+", type=Path, metavar="FILE", help="recordings")
-    source.add_argument("--random-tokens", type=int, metavar="N", help="texts of N random tokens each")
+        source.add_argument("--audio", nargs="+", type=file_path, metavar="FILE", help="recordings")
+    source.add_argument(
+        "--random-tokens", type=whole_number(*TOKENS), metavar="N", help="texts of N random tokens each"
+    )
     parser.add_argument(
-        "--length", type=int, metavar="N", help="tokens in each text (default: 512, or the model's maximum if less)"
+        "--length",
+        type=whole_number(*TOKENS),
+        metavar="N",
+        help="tokens in each text (default: 512, or the model's maximum if less)",
     )
     most = f"at most K texts (default: {texts_default})"
-    parser.add_argument("--texts", type=int, default=texts, metavar="K", help=most)
+    parser.add_argument("--texts", type=whole_number(*TEXTS), default=texts, metavar="K", help=most)
 
 
 def add_output(
@@ -68,8 +151,15 @@ def add_output(
 ) -> None:
     """-o, --out"""
     described = help if default is None else f"{help} (default: %(default)s)"
-    path = None if default is None else Path(default)
-    parser.add_argument("-o", "--out", type=Path, default=path, required=required, metavar=metavar, help=described)
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=file_path,
+        default=default and Path(default),
+        required=required,
+        metavar=metavar,
+        help=described,
+    )
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
@@ -87,12 +177,10 @@ def is_quiet(options: argparse.Namespace) -> bool:
     return options.json or options.quiet
 
 
-def check_at_least(options: argparse.Namespace, **minimum: int) -> None:
-    """Raise InputError for an option below its minimum; options that were not given are skipped."""
-    for name, least in minimum.items():
-        value = getattr(options, name, None)
-        if value is not None and value < least:
-            raise InputError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+def add_seed(parser: argparse.ArgumentParser, what: str = "of the random numbers") -> None:
+    """--seed"""
+    help = f"{what} (default: %(default)s)"
+    parser.add_argument("--seed", type=whole_number(*SEEDS), default=0, metavar="N", help=help)
 
 
 def load(options: argparse.Namespace, *, with_head: bool = False) -> LoadedModel:
@@ -112,7 +200,6 @@ def make_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     """The batches that `add_inputs`'s options name; a factory's own batches if it returned some."""
     from headwise.models import inputs
 
-    check_at_least(options, texts=1, random_tokens=4, batch=1)
     given: dict[str, Any] = vars(options)
     if loaded.batches is not None:
         batches = list(itertools.islice(loaded.batches, options.texts))

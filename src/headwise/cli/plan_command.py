@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.cli import options as shared
-from headwise.errors import needs_extra
+from headwise.errors import check_extra
 from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ TOLERANCES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15,
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if not options.json:
-        with needs_extra("report", "the figure"):
-            import matplotlib  # noqa: F401
+        check_extra("report", "the figure", "matplotlib")
     if options.report is not None:
         from headwise.examination.report.page import add_plan, check_report
 
@@ -48,7 +47,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = shared.Parser(
         prog="headwise plan",
         description="Choose for every head the cheapest operator that keeps the output of the model: fitted on some "
         "texts, chosen by others, tested on the rest.",
@@ -57,7 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_model(parser)
     shared.add_inputs(parser, texts=None, texts_default="28; with --quick 12", kinds=("images",))
     parser.add_argument(
-        "--tolerance", type=float, default=0.05, metavar="T", help="largest drift allowed (default: %(default)s)"
+        "--tolerance",
+        type=shared.number(0),
+        default=0.05,
+        metavar="T",
+        help="largest drift allowed (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="fewer candidates, fitting steps and texts")
     parser.add_argument(
@@ -67,13 +70,19 @@ def _parser() -> argparse.ArgumentParser:
         help="quantity to minimise (default: %(default)s)",
     )
     parser.add_argument(
-        "--transfer", type=int, default=0, metavar="STEPS", help="train the chosen operators for STEPS more steps"
+        "--transfer",
+        type=shared.whole_number(0, 1_000_000),
+        default=0,
+        metavar="STEPS",
+        help="train the chosen operators for STEPS more steps",
     )
     shared.add_output(parser, default="headwise-plan")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="add the plan to the report of examine there")
+    parser.add_argument(
+        "--report", type=shared.file_path, metavar="DIR", help="add the plan to the report of examine there"
+    )
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     shared.add_force(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the split of the texts, the fits and the search")
+    shared.add_seed(parser, "of the split of the texts, the fits and the search")
     shared.add_json(parser, "the plan")
     return parser
 
@@ -83,7 +92,6 @@ def _plan(options: argparse.Namespace, partial: Path, command: str) -> Plan:
     from headwise.replacement import Effort, plan
     from headwise.replacement.planning.make_plan import QUICK
 
-    shared.check_at_least(options, transfer=0)
     if options.texts is None:
         options.texts = 12 if options.quick else 28
     loaded = shared.load(options)

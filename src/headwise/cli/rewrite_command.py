@@ -6,23 +6,25 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.cli.options import add_force, add_json, add_model, add_output, is_quiet, load
+from headwise.cli.options import Parser, add_force, add_json, add_model, add_output, file_path, is_quiet, load, number
 
 if TYPE_CHECKING:
     from headwise.models.receipt import Receipt
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="headwise rewrite",
         usage="headwise rewrite [MODEL] --plan PLAN -o DIR [--tolerance T] [--force] [--json]",
         description="Replace the attention heads of a model by the operators of a plan.",
         epilog="DIR is loaded by headwise.replacement.load(DIR), a python: model by load(DIR, model=factory()).",
     )
     add_model(parser)
-    parser.add_argument("--plan", required=True, type=Path, metavar="PLAN", help="plan.json or its directory")
+    parser.add_argument("--plan", required=True, type=file_path, metavar="PLAN", help="plan.json or its directory")
     add_output(parser, required=True, help="a new directory for the rewritten model")
-    parser.add_argument("--tolerance", type=float, metavar="T", help="use another point of the plan's trade-off curve")
+    parser.add_argument(
+        "--tolerance", type=number(0), metavar="T", help="use another point of the plan's trade-off curve"
+    )
     add_force(parser)
     add_json(parser, "the receipt")
     options = parser.parse_args(argv)

@@ -29,10 +29,10 @@ def make_table(
     from rich.text import Text
 
     words = headings[:1] if words is None else words
-    table = Table(title=title, title_justify="left")
+    table = Table(title=None if title is None else Text(title, style="table.title"), title_justify="left")
     for heading in headings:
         left = heading in words
-        table.add_column(heading, justify="left" if left else "right", no_wrap=not left or heading in no_wrap)
+        table.add_column(Text(heading), justify="left" if left else "right", no_wrap=not left or heading in no_wrap)
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     for index, row in enumerate(cells):
         last = bold is not None and index == bold % len(cells)

@@ -6,14 +6,13 @@ and between them a softmax in which tokens on a grid attend to their surrounding
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.cli.options import add_force
+from headwise.cli.options import Parser, add_force, file_path, whole_number
 from headwise.cli.tables import print_table
-from headwise.errors import InputError, needs_extra
+from headwise.errors import check_extra, needs_extra
 from headwise.outputs import OutputDirectory, json_text
 
 if TYPE_CHECKING:
@@ -49,22 +48,23 @@ class MeasuredOperator:
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="headwise tour",
         description="Three attention operators with their spectra and costs, three symmetries, and one picture.",
     )
-    parser.add_argument("--side", type=int, default=16, metavar="G", help="tokens lie on a G x G grid (default 16)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also draw DIR/tour.png")
+    parser.add_argument(
+        "--side", type=whole_number(4, 48), default=16, metavar="G", help="tokens lie on a G x G grid (default 16)"
+    )
+    parser.add_argument("--out", type=file_path, metavar="DIR", help="also draw DIR/tour.png")
     add_force(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(argv)
-    if not 4 <= options.side <= 48:
-        raise InputError(f"--side must lie between 4 and 48, but is {options.side}")
 
     picture = None
     if options.out is None:
         operators, symmetries = measure_operators(options.side), check_symmetries(options.side)
     else:
+        check_extra("report", "the picture", "matplotlib")
         with OutputDirectory(options.out, command="tour", names=["tour.png"], force=options.force) as out:
             operators, symmetries = measure_operators(options.side), check_symmetries(options.side)
             with out.atomic("tour.png") as path:

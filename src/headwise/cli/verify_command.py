@@ -7,9 +7,10 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.cli.options import add_force, add_json, add_output, is_quiet
+from headwise.cli.options import Parser, add_force, add_json, add_output, file_path, is_quiet, nonempty, whole_number
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
+from headwise.errors import check_extra
 from headwise.outputs import OutputDirectory, json_text, new_file, writing
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def run(argv: list[str]) -> int:
     if options.weights is not None:
         return _audit(options)
     if options.figures is not None:
+        check_extra("report", "--figures", "matplotlib")
         from headwise.ledger.claim_figures import draw, figure_files
 
         with (
@@ -58,22 +60,24 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="headwise verify",
         description="Check claims that five texts make about attention.  Exit code 1 if an outcome is not the recorded "
         "one.",
     )
-    parser.add_argument("--source", metavar="S0", help=f"only the claims of one text: {SOURCES}")
-    parser.add_argument("--claim", metavar="ID", help="only one claim, such as S0.low-rank")
+    parser.add_argument("--source", type=nonempty, metavar="S0", help=f"only the claims of one text: {SOURCES}")
+    parser.add_argument("--claim", type=nonempty, metavar="ID", help="only one claim, such as S0.low-rank")
     parser.add_argument(
         "--weights",
+        type=nonempty,
         metavar="FILE",
         help="evaluate the theorems on attention weights instead: a .safetensors file or python:module:factory",
     )
-    parser.add_argument("--heads", type=int, metavar="N", help="heads of each layer, if the weights do not tell")
+    heads = whole_number(1, 1 << 16)
+    parser.add_argument("--heads", type=heads, metavar="N", help="heads of each layer, if the weights do not tell")
     add_output(parser, metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--docs", type=Path, metavar="FILE", help="write the page docs/claims.md")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="only redraw four published figures")
+    parser.add_argument("--docs", type=file_path, metavar="FILE", help="write the page docs/claims.md")
+    parser.add_argument("--figures", type=file_path, metavar="DIR", help="only redraw four published figures")
     add_force(parser)
     add_json(parser)
     return parser

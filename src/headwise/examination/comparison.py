@@ -12,7 +12,6 @@ from ranking high for a change that does not matter.  Means of one text have no 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,63 @@ from typing import Any
 
 from headwise.errors import InputError
 from headwise.examination.record import SCHEMA
+from headwise.reading import (
+    anything,
+    boolean,
+    fields,
+    list_of,
+    map_of,
+    nullable,
+    number,
+    read_json,
+    string,
+    version,
+    whole,
+)
+
+_VALUE = number(-1e40, 1e40)  # larger than any float32, and its fourth power is a float
+_MEASURED = nullable(_VALUE)
+_MAYBE = nullable(string())
+_STATISTIC = fields({"mean": _MEASURED, "std": _MEASURED, "texts": whole(0)}, more=True)
+_SITE = fields({"name": string(), "causal": boolean, "shortest": whole(0), "longest": whole(0)}, more=True)
+_RECORD = fields(
+    {
+        "site": whole(0),
+        "layer": string(),
+        "head": whole(0),
+        "kind": string(),
+        "measures": map_of(_STATISTIC),
+        "by_text": map_of(list_of(_MEASURED)),
+    },
+    more=True,
+)
+REPORT_FILE = fields(
+    {
+        "schema": version(SCHEMA, "examine the model again"),
+        "model": fields({"name": string(), "class": string(), "dtype": string(), "parameters": whole(0)}, more=True),
+        "inputs": fields(
+            {
+                "texts": whole(0),
+                "spectra_texts": whole(0),
+                "shortest": whole(0),
+                "longest": whole(0),
+                "spectra_exact": nullable(boolean),
+            },
+            {"kind": _MAYBE, "source": nullable(list_of(string())), "digest": _MAYBE},
+            more=True,
+        ),
+        "measures": list_of(fields({"name": string(), "compared": boolean}, more=True)),
+        "sites": list_of(_SITE),
+        "records": list_of(_RECORD, empty=False),
+        "layers": fields({}, {"relative_residual": list_of(_MEASURED)}, more=True),
+        "redundancy": list_of(list_of(_MEASURED)),
+        "headline": list_of(string()),
+        "provenance": map_of(anything),
+    },
+    dict.fromkeys(("ablations", "paths", "excerpt"), map_of(anything)),
+    more=True,
+)
+"""report.json, as far as it is read; docs/reference/report-json.md describes all of it."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +120,12 @@ class ExaminationComparison:
 def read_report(path: Path) -> dict[str, Any]:
     """report.json of a directory, or the file itself."""
     file = path / "report.json" if path.is_dir() else path
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"cannot read {file}: {error.strerror or error}; name a directory that `headwise examine` wrote"
-        ) from error
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON ({error}); name a report.json that `headwise examine` wrote") from error
-    if not isinstance(facts, dict) or "records" not in facts:
-        raise InputError(f"{file} is not an examination: it has no records")
-    if facts.get("schema") != SCHEMA:
-        raise InputError(
-            f"{file} has schema {facts.get('schema')}, this version reads {SCHEMA}; examine the model again"
-        )
+    facts = read_json(file, REPORT_FILE, "a report.json that `headwise examine` wrote, or its directory")
+    for index, record in enumerate(facts["records"]):
+        if record["site"] >= len(facts["sites"]):
+            raise InputError(
+                f"{file}: records/{index}/site is {record['site']}, but there are {len(facts['sites'])} sites"
+            )
     return facts
 
 
@@ -154,10 +202,10 @@ def _move(a: dict[str, Any], b: dict[str, Any], name: str, *, paired: bool, same
 
 
 def _z(x: Mapping[str, Any], y: Mapping[str, Any], values: Sequence[list | None], *, floor: float) -> float | None:
-    if x["std"] is None or y["std"] is None:
+    if x["std"] is None or y["std"] is None or min(x["texts"], y["texts"]) < 2:
         return None
     v, w = values
-    if v and w and len(v) == len(w) and None not in (*v, *w):
+    if v and w and len(v) == len(w) > 1 and None not in (*v, *w):
         differences = [p - q for p, q in zip(v, w, strict=True)]
         distance, error, degrees = abs(fmean(differences)), stdev(differences) / math.sqrt(len(v)), len(v) - 1
     else:

@@ -6,7 +6,6 @@ The theorems about depth apply to self-attention with a softmax over all tokens 
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from headwise.errors import InputError, UnsupportedError, needs_extra
 from headwise.models.factory import call_factory
 from headwise.nn.multihead import MultiHead, multihead_from
+from headwise.reading import anything, map_of, read_json
 from headwise.theory.stack import Stack, layer_of
 
 LAYOUTS = (
@@ -81,8 +81,8 @@ def _load(path: Path) -> dict[str, Tensor]:
 def _heads_of_file(path: Path) -> int | None:
     """The number of heads in the config.json that transformers saves beside the weights."""
     try:
-        config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(path.parent / "config.json", map_of(anything), "a config.json", foreign=True)
+    except InputError:
         return None
     return next(
         (config[name] for name in ("num_attention_heads", "n_heads") if isinstance(config.get(name), int)), None

@@ -27,14 +27,18 @@ Options = Mapping[str, Any]
 
 Tensors = dict[str, Tensor]
 
+LARGEST_HEAD = 1 << 28
+"""Learned numbers of one head: one gigabyte."""
+
 
 @final
 @dataclass(frozen=True)
 class KindOption:
-    """A number with a default and a minimum; a whole number if the default is one."""
+    """A number with a default and bounds; a whole number if the default is one."""
 
     default: int | float
     minimum: int | float | None = None
+    maximum: int | float | None = None
 
     def checked(self, owner: str, value: Any) -> int | float:
         """`value` as this option stores it; `owner` is the name in error messages."""
@@ -46,6 +50,8 @@ class KindOption:
             value = int(value)
         if self.minimum is not None and value < self.minimum:
             raise InputError(f"{owner} must be at least {self.minimum}, but is {value}")
+        if self.maximum is not None and value > self.maximum:
+            raise InputError(f"{owner} must be at most {self.maximum}, but is {value}")
         return value
 
 
@@ -224,8 +230,17 @@ class Choice:
         return self.definition.initial(self.options, length, width)
 
     def shapes(self, length: int, width: int) -> dict[str, torch.Size]:
-        """The shapes of the learned tensors of one head."""
-        return {name: x.shape for name, x in self.initial(length, width).items()}
+        """The shapes of the learned tensors of one head; InputError if they are too large to be meant."""
+        try:
+            with torch.device("meta"):  # no memory, whatever the sizes
+                tensors = self.initial(length, width)
+        except RuntimeError:  # a kind that looks at values
+            tensors = self.initial(length, width)
+        if sum(x.numel() for x in tensors.values()) > LARGEST_HEAD:
+            raise InputError(
+                f"{self} at length {length} and width {width} would learn more than {LARGEST_HEAD} numbers"
+            )
+        return {name: x.shape for name, x in tensors.items()}
 
     def operator(self, inputs: HeadInputs, tensors: Tensors) -> AttentionOperator:
         """P for heads with the same choice: (b, h, m, n), or fewer batch axes where heads do not differ."""
@@ -260,7 +275,8 @@ class Choice:
     def from_str(text: str) -> Choice:
         """The inverse of `str(choice)`."""
         kind, *options = text.split()
-        return Choice(kind, {name: float(value) for name, value in (option.split("=") for option in options)})
+        pairs = (option.partition("=") for option in options)
+        return Choice(kind, {name: float(value) for name, _, value in pairs})
 
     def __hash__(self) -> int:
         return hash((self.kind, tuple(self.options.items())))
@@ -269,7 +285,7 @@ class Choice:
         return Choice, (self.kind, dict(self.options))  # a mapping proxy cannot be copied
 
     def __str__(self) -> str:
-        return " ".join([self.kind, *(f"{name}={value:g}" for name, value in self.options.items())])
+        return " ".join([self.kind, *(f"{name}={value:.15g}" for name, value in self.options.items())])
 
 
 @cache  # building P takes 0.1 to 20 ms, and a search needs the same few costs thousands of times

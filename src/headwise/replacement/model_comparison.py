@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import nn
 from headwise.errors import InputError
 from headwise.models.load import LoadedModel, load_model
 from headwise.models.run import run_model
+from headwise.reading import anything, map_of, read_json
 from headwise.replacement.install.saved import load
 from headwise.replacement.planning.drift import difference, pooled_states, token_loss
 
@@ -48,11 +48,8 @@ def is_model(path: Path) -> bool:
 
 def open_model(path: Path) -> LoadedModel:
     """The model in a directory, rewritten or not."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path / 'config.json'}: {error}") from error
-    if isinstance(config, dict) and isinstance(config.get("headwise"), dict):
+    config = read_json(path / "config.json", map_of(anything), "a directory that save_pretrained wrote", foreign=True)
+    if "headwise" in config:
         return LoadedModel(load(path).eval(), path.resolve().name, path)
     return load_model(str(path), with_head=True)
 

@@ -6,7 +6,6 @@ tensors of every choice that was fitted, so an edited choice finds its tensors.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,18 +19,74 @@ from headwise.models.fingerprint import weights_hash
 from headwise.models.inputs import max_positions
 from headwise.models.load import one_line
 from headwise.outputs import OutputDirectory, directory_for, json_text
+from headwise.reading import (
+    anything,
+    boolean,
+    fields,
+    list_of,
+    map_of,
+    nullable,
+    number,
+    read_json,
+    string,
+    validate,
+    version,
+    whole,
+)
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice
 from headwise.replacement.standard_kinds import SOFTMAX
 
 SCHEMA = 2
 FILES = ("plan.json", "plan.safetensors")
+INSTALLED_VERSION = 2
 
 Sites = Mapping[str, Sequence[Choice]]
 """{name of the module that computes attention: [choice of head 0, choice of head 1, ...]}"""
 
 FittedTensors = Mapping[tuple[str, int, Choice], Mapping[str, Tensor]]
 """Learned tensors by (site, head, choice)."""
+
+LARGEST_TOLERANCE = {"cosine": 2.0, "loss": math.inf}
+"""By measure: 1 - cos is at most 2, a difference of losses may be any number."""
+
+LONGEST = 1 << 24  # tokens
+_POSITIVE = whole(1, 1 << 16)
+_CHOICE = fields({"kind": string()}, more=True)  # its options are checked by the kind
+_POINT = fields(
+    {"sites": map_of(list_of(whole(0))), "cost": number(0), "selection": number(0), "standard_error": number(0)},
+    {"test": nullable(number(0)), "name": string()},
+)
+PLAN_FILE = fields(
+    {
+        "schema": version(SCHEMA, "plan again"),
+        "model": fields(
+            {
+                "fingerprint": string(),
+                "sites": map_of(fields({"heads": _POSITIVE, "width": _POSITIVE, "causal": boolean})),
+            },
+            {"class": string(), "name": string()},
+        ),
+        "length": whole(1, LONGEST),
+        "tolerance": number(0),
+        "measure": string(LARGEST_TOLERANCE),
+        "sites": map_of(list_of(_CHOICE)),
+        "choices": list_of(_CHOICE),
+        "curve": list_of(_POINT),
+        "baselines": list_of(_POINT),
+    },
+    {"timing": map_of(anything), "skipped": map_of(string()), "provenance": map_of(anything)},
+)
+"""plan.json, as docs/reference/plan-json.md describes it."""
+
+INSTALLED = fields(
+    {
+        "version": version(INSTALLED_VERSION, "rewrite the original model again"),
+        "length": whole(1, LONGEST),
+        "sites": map_of(fields({"width": _POSITIVE, "heads": list_of(_CHOICE)})),
+    }
+)
+"""`headwise` in the config.json of a rewritten model."""
 
 
 @final
@@ -92,12 +147,8 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.sites:
             raise InputError("the plan lists no attention sites, so there is nothing to rewrite")
-        known = self.model["sites"]
         for site, choices in self.sites.items():
-            if site not in known:
-                raise InputError(f"the model has no site {site!r}; it has {', '.join(known)}")
-            if known[site]["heads"] != len(choices):
-                raise InputError(f"{site} has {known[site]['heads']} heads, but the plan has {len(choices)} choices")
+            _check_site(self.model["sites"], site, len(choices), f"sites/{site}")
 
     @property
     def point(self) -> PlanPoint | None:
@@ -106,7 +157,7 @@ class Plan:
 
     def at(self, tolerance: float) -> Plan:
         """The plan at the cheapest point of the curve with a drift of at most `tolerance`."""
-        check_tolerance(tolerance)
+        check_tolerance(tolerance, self.measure)
         allowed = [point for point in self.curve if point.meets(tolerance)]
         if not allowed:
             raise InputError(f"no point of the curve is within a tolerance of {tolerance:g}")
@@ -150,7 +201,7 @@ class Plan:
         choices, width = self.sites[site], int(self.model["sites"][site]["width"])
         fitted = {head: dict(self.fitted.get((site, head, choice), {})) for head, choice in enumerate(choices)}
         for head, tensors in fitted.items():
-            missing = choices[head].initial(self.length, width).keys() - tensors.keys()
+            missing = choices[head].shapes(self.length, width).keys() - tensors.keys()
             if tensors and missing:
                 names = ", ".join(sorted(missing))
                 raise InputError(f"{site}: head {head} is {choices[head]}, but the plan lacks its fitted {names}")
@@ -213,59 +264,73 @@ class Plan:
         """Read a plan.json, or the directory that `save` wrote; raises InputError that names what is wrong with it."""
         path = Path(path).expanduser()
         file = path / "plan.json" if path.is_dir() else path
-        try:
-            facts = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"cannot read {file}: {error.strerror or error}; name a plan.json made by plan") from error
-        except ValueError as error:
-            raise InputError(f"{file} is not JSON ({error})") from error
+        facts = read_json(file, PLAN_FILE, "a plan.json that `headwise plan` wrote, or its directory")
         try:
             return _from_facts(facts, _read_tensors(file.with_suffix(".safetensors")))
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"{file} is not a plan, or damaged ({one_line(error)}); plan again") from error
 
 
 def _from_facts(facts: Mapping[str, Any], fitted: FittedTensors) -> Plan:
     """The inverse of `Plan.to_dict`."""
-    if facts.get("schema") != SCHEMA:
-        raise InputError(f"has schema {facts.get('schema')}, but this version reads {SCHEMA}; plan again")
-    model, length = facts["model"], facts["length"]
-    if "fingerprint" not in model:
-        raise InputError("does not identify its model: model needs class, fingerprint and sites")
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise InputError(f"length must be a whole number of at least 1, but is {length!r}")
-    choices = [Choice.from_dict(d) for d in facts["choices"]]
+    check_tolerance(facts["tolerance"], facts["measure"])
+    known = facts["model"]["sites"]
+    choices = _choices(facts["choices"], "choices")
 
     def points(name: str) -> list[PlanPoint]:
-        return [
-            PlanPoint(**{**p, "sites": {site: [choices[i] for i in row] for site, row in p["sites"].items()}})
-            for p in facts[name]
-        ]
+        return [PlanPoint(**{**p, "sites": sites_of(p, f"{name}/{i}")}) for i, p in enumerate(facts[name])]
 
-    sites: dict[str, list[Choice]] = {}
-    for site, row in facts["sites"].items():
-        sites[site] = []
-        for head, written in enumerate(row):
-            try:
-                sites[site].append(Choice.from_dict(written))
-            except InputError as error:
-                raise InputError(f"{site}, head {head}: {error}") from error
+    def sites_of(point: Mapping[str, Any], at: str) -> Sites:
+        for site, row in point["sites"].items():
+            _check_site(known, site, len(row), f"{at}/sites/{site}")
+            for head, index in enumerate(row):
+                if index >= len(choices):
+                    raise InputError(f"{at}/sites/{site}/{head} is {index}, but there are {len(choices)} choices")
+        return {site: [choices[index] for index in row] for site, row in point["sites"].items()}
+
     plan = Plan(
-        model,
-        length,
-        sites,
+        facts["model"],
+        facts["length"],
+        {site: _choices(row, f"sites/{site}") for site, row in facts["sites"].items()},
         fitted,
         float(facts["tolerance"]),
-        str(facts["measure"]),
+        facts["measure"],
         points("curve"),
         points("baselines"),
-        *(facts[name] for name in ("timing", "skipped", "provenance")),
+        *(facts.get(name, {}) for name in ("timing", "skipped", "provenance")),
     )
-    for site, head, choice in each_head(sites):
+    for site, head, choice in each_head(plan.sites):
         _check_fitted(plan, site, head, choice)
     return plan
+
+
+def _choices(written: Sequence[Mapping[str, Any]], at: str) -> list[Choice]:
+    choices = []
+    for index, each in enumerate(written):
+        try:
+            choices.append(Choice.from_dict(each))
+        except InputError as error:
+            raise InputError(f"{at}/{index}: {error}") from error
+    return choices
+
+
+def _check_site(known: Mapping[str, Any], site: str, heads: int, at: str) -> None:
+    if site not in known:
+        raise InputError(f"{at}: the model has no site {site!r}; it has {', '.join(known) or 'none'}")
+    if known[site]["heads"] != heads:
+        raise InputError(f"{at}: {site} has {known[site]['heads']} heads, but the plan has {heads} choices")
+
+
+def installed_choices(facts: Any, where: str) -> dict[str, list[Choice]]:
+    """The choices at each site of a rewritten model, from `headwise` in its config.json; InputError if damaged."""
+    validate(facts, INSTALLED, where)
+    sites = {site: _choices(each["heads"], f"{where}: sites/{site}/heads") for site, each in facts["sites"].items()}
+    for site, head, choice in each_head(sites):
+        try:
+            choice.shapes(facts["length"], facts["sites"][site]["width"])
+        except InputError as error:
+            raise InputError(f"{where}: sites/{site}/heads/{head}: {error}") from error
+    return sites
 
 
 def each_head(sites: Sites) -> Iterator[tuple[str, int, Choice]]:
@@ -275,9 +340,12 @@ def each_head(sites: Sites) -> Iterator[tuple[str, int, Choice]]:
             yield site, head, choice
 
 
-def check_tolerance(tolerance: float) -> None:
+def check_tolerance(tolerance: float, measure: str | None = None) -> None:
+    """Raise InputError for a drift that cannot be meant; the largest one depends on how drift is measured."""
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise InputError(f"tolerance must be a finite number of at least 0, but is {tolerance}")
+    if measure is not None and tolerance > LARGEST_TOLERANCE.get(measure, math.inf):
+        raise InputError(f"tolerance is {tolerance:g}, but a drift of cosines, 1 - cos, is at most 2")
 
 
 def _read_tensors(file: Path) -> FittedTensors:
@@ -297,17 +365,17 @@ def _read_tensors(file: Path) -> FittedTensors:
 
 def _check_fitted(plan: Plan, site: str, head: int, choice: Choice) -> None:
     """Raise InputError unless every learned tensor of the choice was fitted, in the right size."""
-    fitted = plan.fitted.get((site, head, choice), {})
-    for name, initial in choice.initial(plan.length, int(plan.model["sites"][site]["width"])).items():
+    fitted, at = plan.fitted.get((site, head, choice), {}), f"sites/{site}/{head}"
+    for name, shape in choice.shapes(plan.length, plan.model["sites"][site]["width"]).items():
         if name not in fitted:
             others = sorted({str(c) for s, h, c in plan.fitted if (s, h) == (site, head)})
             raise InputError(
-                f"{site}, head {head} is {choice}, whose tensor {name!r} was not fitted; "
+                f"{at} is {choice}, whose tensor {name!r} was not fitted; "
                 f"choose one that was ({', '.join(others) or 'none'}) or one without learned tensors"
             )
-        if fitted[name].shape != initial.shape:
-            shapes = tuple(initial.shape), tuple(fitted[name].shape)
-            raise InputError(f"{site}, head {head} is {choice}: its {name} should be {shapes[0]}, but is {shapes[1]}")
+        if fitted[name].shape != shape:
+            shapes = tuple(shape), tuple(fitted[name].shape)
+            raise InputError(f"{at} is {choice}: its {name} should be {shapes[0]}, but is {shapes[1]}")
 
 
 def _one_line_per_head(value: Any, depth: int = 0) -> str:

@@ -39,7 +39,10 @@ from headwise.replacement.kinds import (
 LEADING = 1
 """Candidates attend to the first key: heads with nothing to attend to use it, and break without it."""
 
-LEADING_OPTION, RANK, SHARPNESS = KindOption(0, 0), KindOption(64, 1), KindOption(1.0, 1e-6)
+LARGEST = 1 << 20
+"""Bound of everything that is counted in tokens or features."""
+
+LEADING_OPTION, RANK, SHARPNESS = KindOption(0, 0, LARGEST), KindOption(64, 1, LARGEST), KindOption(1.0, 1e-6, 1e6)
 
 
 def _up_to_half(length: int, sizes: Iterable[int]) -> list[int]:
@@ -114,7 +117,7 @@ def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOpera
 
 def _near_far(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     a, b, c = (tensors[name].to(x.q.dtype) for name in ("a", "b", "c"))
-    block, leading = options["block"], min(options["leading"], x.n - 1)
+    block, leading = min(options["block"], x.n), min(options["leading"], x.n - 1)
     return near_far(x.q, x.k, a, b, c, block=block, leading=leading, scale=x.scale, **x.masks)
 
 
@@ -239,7 +242,7 @@ STANDARD_KINDS = {
     "offset": Kind(
         "the key `by` positions later, or the outermost one at the ends",
         lambda x, options, tensors: offset(x.m, x.n, options["by"], key_mask=x.mask.key_mask, device=x.q.device),
-        {"by": KindOption(0)},
+        {"by": KindOption(0, -LARGEST, LARGEST)},
         candidates=lambda length, quick: [{"by": by} for by in (-1, 0, 1)],
         causal=lambda options: options["by"] <= 0,
         cached=True,
@@ -248,7 +251,7 @@ STANDARD_KINDS = {
     "toeplitz": Kind(
         "softmax of a learned profile over offsets -reach..reach, constant beyond",
         _profile,
-        {"reach": KindOption(128, 0)},
+        {"reach": KindOption(128, 0, LARGEST)},
         lambda options, length, width: {"profile": torch.zeros(2 * options["reach"] + 1)},
         _start_profile,
         {"profile": 0.05},
@@ -269,7 +272,7 @@ STANDARD_KINDS = {
     "window": Kind(
         "softmax over `width` neighbours and the `leading` first keys",
         _window,
-        {"width": KindOption(65, 1), "leading": LEADING_OPTION},
+        {"width": KindOption(65, 1, LARGEST), "leading": LEADING_OPTION},
         candidates=lambda length, quick: [
             {"width": width, "leading": LEADING}
             for width in _up_to_half(length, (17, 65, 129) if quick else (9, 17, 33, 65, 129))
@@ -281,7 +284,7 @@ STANDARD_KINDS = {
     "near_far": Kind(
         "softmax over neighbouring blocks and the `leading` first keys, `rank` learned features for all other keys",
         _near_far,
-        {"block": KindOption(16, 1), "rank": KindOption(4, 1), "leading": LEADING_OPTION},
+        {"block": KindOption(16, 1, LARGEST), "rank": KindOption(4, 1, 4096), "leading": LEADING_OPTION},
         _initial_near_far,
         _start_near_far,
         {"a": 0.1, "b": 0.1, "c": 0.1},
@@ -301,7 +304,7 @@ STANDARD_KINDS = {
     "hashed": Kind(
         "softmax over keys near the query in the order of a locality-sensitive hash",
         _hashed,
-        {"rounds": KindOption(4, 1), "chunk": KindOption(64, 1)},
+        {"rounds": KindOption(4, 1, 64), "chunk": KindOption(64, 1, LARGEST)},
         candidates=lambda length, quick: [
             {"rounds": 2, "chunk": chunk} for chunk in _up_to_half(length, () if quick else (16, 32))
         ],
@@ -338,7 +341,7 @@ STANDARD_KINDS = {
     "window_low_rank": Kind(
         "softmax over `width` neighbours, the `leading` first keys and `rank` learned mixtures of all keys",
         _window_low_rank,
-        {"width": KindOption(33, 1), "rank": KindOption(16, 1), "leading": LEADING_OPTION},
+        {"width": KindOption(33, 1, LARGEST), "rank": KindOption(16, 1, LARGEST), "leading": LEADING_OPTION},
         _initial_window_low_rank,
         step_sizes={**PROJECTION_STEPS, "bias": 0.1},
         candidates=lambda length, quick: [

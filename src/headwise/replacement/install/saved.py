@@ -15,8 +15,8 @@ from headwise.errors import InputError
 from headwise.models.load import LoadedModel, quietly, save_preprocessor, transformers_library
 from headwise.outputs import OutputDirectory, writing
 from headwise.replacement.install.other_models import RewrittenModel
-from headwise.replacement.install.transformers_models import PREFIX, VERSION, rewritten_class
-from headwise.replacement.plans import Plan
+from headwise.replacement.install.transformers_models import PREFIX, rewritten_class
+from headwise.replacement.plans import Plan, installed_choices
 from headwise.replacement.rewriting import rewrite
 
 WEIGHTS = "rewritten.safetensors"
@@ -40,11 +40,7 @@ def load(directory: str | Path, *, model: nn.Module | None = None, **options: An
     plan = getattr(config, "headwise", None)
     if not isinstance(plan, dict):
         raise InputError(f"{path} holds a model that was not rewritten; load it with AutoModel.from_pretrained")
-    if plan.get("version") != VERSION:
-        raise InputError(
-            f"{path} was written in version {plan.get('version')} of the format, but this version of headwise reads "
-            f"{VERSION}; rewrite the original model again"
-        )
+    installed_choices(plan, f"{path / 'config.json'}: headwise")
     names = getattr(config, "architectures", None) or [""]
     base = getattr(transformers, names[0].removeprefix(PREFIX), None)
     if base is None:

@@ -16,11 +16,9 @@ from torch import nn
 from headwise.errors import InputError, UnsupportedError
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.mixed_heads import MixedHeads
-from headwise.replacement.kinds import Choice
-from headwise.replacement.plans import Plan
+from headwise.replacement.plans import INSTALLED_VERSION, Plan, installed_choices
 
 PREFIX = "Headwise"
-VERSION = 2
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -56,7 +54,7 @@ def install(model: Any, plan: Plan) -> nn.Module:
         like = next(module.parameters(), next(model.parameters()))
         module.add_module(interface.NAME, heads.to(device=like.device, dtype=model.dtype).train(model.training))
         sites[name] = {"width": heads.width, "heads": [choice.to_dict() for choice in choices]}
-    model.config.headwise = {"version": VERSION, "length": plan.length, "sites": sites}
+    model.config.headwise = {"version": INSTALLED_VERSION, "length": plan.length, "sites": sites}
     model.__class__ = rewritten_class(type(model))
     model.set_attn_implementation(interface.NAME)
     return model
@@ -73,10 +71,12 @@ def rewritten_class(base: type) -> type:
                 raise InputError(f"{type(self).__name__}: its config holds no plan; load {base.__name__} instead")
             super().__init__(config, *args, **kwargs)
             interface.register()
-            for name, site in plan["sites"].items():
-                choices = [Choice.from_dict(d) for d in site["heads"]]
-                heads = MixedHeads(choices, site["width"], plan["length"])
-                self.get_submodule(name).add_module(interface.NAME, heads)
+            modules = dict(self.named_modules())
+            for name, choices in installed_choices(plan, "config.json: headwise").items():
+                if name not in modules:
+                    raise InputError(f"config.json: headwise: {base.__name__} has no module {name!r}")
+                heads = MixedHeads(choices, plan["sites"][name]["width"], plan["length"])
+                modules[name].add_module(interface.NAME, heads)
             self.set_attn_implementation(interface.NAME)
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -112,6 +112,7 @@ def plan(
         length, tried = _candidates(model, sites, length, choices, quick=effort.quick)
         causal = all(site.causal for site in sites.values())
         measure, measure_name = measure_for(model, batches[0], causal=causal)
+        check_tolerance(tolerance, measure_name)
         settings = {"seed": seed, "length": length, "steps": effort.steps, "texts": effort.texts}
         settings |= {"choices": [str(choice) for choice in tried], "batches": [batch_hash(batch) for batch in batches]}
         run = _Run(
