@@ -369,7 +369,7 @@ def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """`value` as JSON; NaN and infinities, which JSON does not have, become null."""
+    """`value` as JSON; NaN and infinities, which JSON does not have, become null, and strings are `valid_text`."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
@@ -518,9 +518,20 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def valid_text(text: str) -> str:
+    """`text` with bytes of a file name that are not UTF-8 written as escapes, so that it can be encoded.
+
+    >>> valid_text("caf\\udce9")
+    'caf\\\\udce9'
+    """
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return valid_text(value)
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {valid_text(key) if isinstance(key, str) else key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -138,3 +138,40 @@ def test_bad_options(tmp_path: Path) -> None:
         run(["scaling", "--quick", "-o", str(tmp_path / "file")])
     with pytest.raises(InputError, match="--n is 1; it must be at least 2"):
         run(["scaling", "--n", "1", "-o", str(tmp_path)])
+
+
+@pytest.mark.parametrize("changed", ["rounds", "seconds", "together", "threads", "headwise", "torch", "machine"])
+def test_results_under_other_conditions_are_measured_again(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def fake(group: list[ScalingJob], rounds: int, seconds: float) -> list[dict[str, float]]:
+        made.extend(job.n for job in group)
+        return [{"forward": float(len(made))} for _ in group]
+
+    monkeypatch.setattr("headwise.bench.scaling._times", fake)
+    monkeypatch.setattr("headwise.bench.scaling._memory", lambda job: {})
+    jobs, store = [ScalingJob("efficient", 64)], tmp_path / "store.jsonl"
+    for _ in range(2):
+        measure_scaling(jobs, store, rounds=2, seconds=1.0)
+    assert made == [64]
+    options = {"rounds": 3} if changed == "rounds" else {"seconds": 2.0} if changed == "seconds" else {}
+    if changed in ("threads", "headwise", "torch", "machine"):
+        name = {
+            "threads": "torch.get_num_threads",
+            "headwise": "headwise.bench.scaling.__version__",
+            "torch": "torch.__version__",
+            "machine": "headwise.bench.scaling._processor",
+        }[changed]
+        monkeypatch.setattr(name, (lambda: 77) if changed in ("threads", "machine") else "0.0.1")
+    measure_scaling(jobs, store, **{"rounds": 2, "seconds": 1.0, **options}, together=changed == "together")
+    assert made == [64, 64]
+    assert load_scaling(store).results[jobs[0]]["forward"] == 2.0
+
+
+def test_a_file_of_the_user_is_not_a_store(tmp_path: Path) -> None:
+    (tmp_path / "scaling.jsonl").write_text("my notes\n")
+    with pytest.raises(InputError, match=r"scaling.jsonl is not a file of measurements"):
+        measure_scaling([ScalingJob("efficient", 64)], tmp_path / "scaling.jsonl")
+    assert (tmp_path / "scaling.jsonl").read_text() == "my notes\n"

@@ -34,7 +34,29 @@ def test_the_changed_head_moves_most(pair: tuple[Path, Path], capsys: pytest.Cap
     assert first["z"] > 3
     assert second["z"] < 1e-3  # no other head was touched
     assert main(["compare", *map(str, pair)]) == 0
-    assert "heads in both" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "heads in both" in printed
+    assert "in pairs of the same text" in printed
+    assert "differ" not in printed
+
+
+def test_one_text_and_another_length_are_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = sharpen(ALL["bert"]()[0])
+    for n in (40, 24):
+        (tmp_path / str(n)).mkdir()
+        write_report(examine(model, [{"input_ids": torch.randint(99, (1, n))}]), tmp_path / str(n))
+    paths = [str(tmp_path / "40"), str(tmp_path / "24")]
+    assert main(["compare", *paths]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("These examinations differ in more than the model")
+    assert "length: 40 and 24 tokens" in printed
+    assert "* judged on texts of other lengths" in printed
+    assert "one text on a side shows no spread" in printed
+    assert main(["compare", *paths, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out, parse_constant=lambda x: pytest.fail(f"{x} in the JSON"))
+    assert facts["differs"] == ["length: 40 and 24 tokens"]
+    assert {head["z"] for head in facts["heads"]} == {None}
+    assert {head["same_length"] for head in facts["heads"]} == {False}
 
 
 def test_bad_files(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -77,3 +77,13 @@ def test_a_file_that_is_no_program(tmp_path: Path) -> None:
     (tmp_path / "junk.pt2").write_bytes(b"junk")
     with pytest.raises(InputError, match="is not an exported program"):
         run([str(tmp_path / "junk.pt2"), "-o", str(tmp_path / "out.pt2")])
+
+
+def test_an_existing_file_is_replaced_only_with_force(tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    out.write_bytes(b"mine")
+    with pytest.raises(InputError, match=r"out.pt exists already; use --force"):
+        run([FACTORY, "-o", str(out)])
+    assert out.read_bytes() == b"mine"
+    assert run([FACTORY, "-o", str(out), "--force"]) == 0
+    assert out.stat().st_size > 4

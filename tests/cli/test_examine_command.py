@@ -47,6 +47,8 @@ def test_a_factory_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert "8 heads" in printed
     assert "report.html" in printed
     assert "most unusual" in printed
+    assert "judged on 3 texts of 40 tokens" in printed
+    assert "1 of 3 texts have spectra" in printed
     facts = json.loads((tmp_path / "report.json").read_text())
     assert facts["ablations"]["supported"]
     assert facts["paths"]["supported"]
@@ -116,7 +118,7 @@ def test_bad_models(tmp_path: Path, saved: Path, capsys: pytest.CaptureFixture) 
     assert "--allow-pickle" in refused(capsys, out, str(empty))
     weights = saved / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot load model" in refused(capsys, out, str(saved), "--random-tokens", "16")
+    assert "is damaged or not a safetensors file" in refused(capsys, out, str(saved), "--random-tokens", "16")
     assert "python:module:factory" in refused(capsys, out, "python:nothing")
     assert "cannot import" in refused(capsys, out, "python:not_there_at_all:build")
     assert "has no 'nothing'" in refused(capsys, out, "python:tests.cli.test_examine_command:nothing")
@@ -143,7 +145,7 @@ def test_bad_texts_and_options(tmp_path: Path, saved: Path, capsys: pytest.Captu
     assert "at least 4" in refused(capsys, out, "--text", str(text))
     text.write_text("some words that make a text")
     assert "512 positions" in refused(capsys, out, "--text", str(text), "--length", "2000")
-    assert "use at least 6" in refused(capsys, out, "--text", str(text), "--length", "3")
+    assert "use at least 6" in refused(capsys, out, "--text", str(text), "--length", "5")
     assert "must be at least 1" in refused(capsys, out, "--texts", "0")
     assert "use --random-tokens N" in refused(capsys, out, str(saved), "--text", str(text))  # saved without a tokenizer
 

@@ -83,7 +83,7 @@ def test_a_factory_brings_its_own_batches() -> None:
     torch = pytest.importorskip("torch")
     from headwise.models.load import LoadedModel
 
-    loaded = LoadedModel(torch.nn.Identity(), "identity", "python:a:b", batches=iter(range(9)))
+    loaded = LoadedModel(torch.nn.Identity(), "identity", "python:a:b", batches=iter(torch.arange(9)))
     inputs = make_inputs(parser().parse_args(["--texts", "3"]), loaded)
     assert list(inputs.batches) == [0, 1, 2]
 

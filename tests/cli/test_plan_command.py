@@ -52,6 +52,7 @@ def test_bad_input_is_one_message_and_no_plan(factory: str, tmp_path: Path, caps
         (["python:few_texts:build"], "at least 6 batches"),
         ([factory, "--length", "9999"], "512 positions, but the target length is 9999"),
         ([factory, "--tolerance", "-1"], "--tolerance is -1; it must be a finite number"),
+        ([factory, "--tolerance", "5"], "1 - cos, is at most 2"),
         ([factory, "--transfer", "-1"], "--transfer is -1"),
     ):
         assert main(["plan", *arguments, "--quick", "-o", str(out)]) == 2

@@ -61,10 +61,10 @@ def test_the_terminal_shows_the_same(facts: dict, capsys: pytest.CaptureFixture[
     assert "BORDER ONLY" in out
 
 
-@pytest.mark.parametrize("side", ["3", "49"])
-def test_a_grid_out_of_range_is_refused(side: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("side, bound", [("3", "at least 4"), ("49", "at most 48")])
+def test_a_grid_out_of_range_is_refused(side: str, bound: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tour", "--side", side]) == 2
-    assert capsys.readouterr().err == f"headwise tour: --side must lie between 4 and 48, but is {side}\n"
+    assert capsys.readouterr().err == f"headwise tour: --side is {side}; it must be {bound}\n"
 
 
 def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

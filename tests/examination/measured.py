@@ -21,7 +21,7 @@ HEAD = {
 }
 
 
-def text(spectrum: dict[str, float] | None = None, n: int = 512, **numbers: float) -> Measurement:
+def text(spectrum: dict[str, float] | None = None, n: int = 512, digest: str = "", **numbers: float) -> Measurement:
     """One head measured on one text of n tokens."""
 
     def wide(x: dict[str, float]) -> dict[str, torch.Tensor]:
@@ -37,6 +37,7 @@ def text(spectrum: dict[str, float] | None = None, n: int = 512, **numbers: floa
         blocks=[],
         spectral=wide(spectrum or {}),
         leading=torch.ones(1, 4, dtype=torch.float64) if spectrum else None,
+        digest=digest,
     )
 
 

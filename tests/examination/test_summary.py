@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,6 +118,15 @@ def test_the_headline_says_where_few_texts_have_spectra() -> None:
     found = examination(text(LOW), text(), text())
     assert "The kind of 1 head depends on spectra, which 1 of 3 texts have." in found.headline
     assert found.inputs["spectra_exact"] is True
+
+
+def test_the_headline_says_whether_spectra_are_exact() -> None:
+    spectrum = {**LOW, "effective_rank": 20.0}
+    exact = examination(text(spectrum), text(spectrum))
+    assert "Effective ranks (mean over 2 texts, exact) range from 20 to 20" in " ".join(exact.headline)
+    rough = examination(replace(text(spectrum), spectra_exact=False))
+    assert "Effective ranks (of one text, upper estimates at this length)" in " ".join(rough.headline)
+    assert rough.inputs["spectra_exact"] is False
 
 
 def test_a_real_examination_counts_no_text_without_spectra() -> None:

@@ -11,6 +11,8 @@ import json
 import os
 from collections import Counter
 
+from hypothesis import HealthCheck, settings
+
 COUNTS: Counter[str] = Counter()
 
 
@@ -19,10 +21,11 @@ def count(test_name: str, n: int = 1) -> None:
     COUNTS[test_name] += n
 
 
-def examples(default: int) -> int:
-    """The number of examples for a hypothesis test."""
+def hostile(default: int) -> settings:
+    """Settings of a hypothesis test with `default` examples, or as many as HEADWISE_EXAMPLES asks for."""
     wanted = os.environ.get("HEADWISE_EXAMPLES", "")
-    return {"": default, "large": 5000}.get(wanted) or int(wanted)
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+    return settings(max_examples={"": default, "large": 5000}.get(wanted) or int(wanted), suppress_health_check=slow)
 
 
 @atexit.register

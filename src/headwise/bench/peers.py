@@ -25,6 +25,7 @@ from headwise.nn.builders import LearnedProjection
 from headwise.nn.linformer_attention import LinformerAttention
 from headwise.nn.multihead import MultiHead
 from headwise.operators import projected
+from headwise.random_state import seeded
 
 WIDTH, HEADS, DIM_HEAD = 512, 8, 64
 
@@ -169,11 +170,11 @@ def layer_calls(name: str, n: int) -> tuple[Call, Call] | None:
     return forward_and_backward(lambda: layer(x), [x, *(p for p in layer.parameters() if p.requires_grad)])
 
 
+@seeded(0)  # peers draw from the global random state
 def compare_layers(
     n: int, *, names: Collection[str] | None = None, rounds: int = 5, seconds: float = 60.0
 ) -> tuple[list[LayerTimes], dict[str, str]]:
     """Every installed peer and every layer of ours in turns at one length; and the errors of peers that failed."""
-    torch.manual_seed(0)
     names = [*OURS, *PEERS] if names is None else list(names)
     for name in names:
         if name not in OURS and name not in PEERS:

@@ -18,6 +18,7 @@ from headwise import __version__
 from headwise.bench.cases import CASES, RECURRENT
 from headwise.errors import HeadwiseError, InputError, shown
 from headwise.outputs import append_line, read_lines
+from headwise.reading import anything, fields, map_of, nullable, parse_json, string, validate, whole
 from headwise.theory.complexity import Exponent, exponent
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -153,6 +154,16 @@ def _key(facts: Mapping[str, Any]) -> str:
     return json.dumps(facts, sort_keys=True)
 
 
+_STORED_KEY = fields(
+    {
+        "job": fields(
+            {"name": string(), "n": whole(1), "rank": nullable(whole(1)), "heads": whole(1), "width": whole(1)}
+        ),
+        "conditions": map_of(anything),
+    }
+)
+
+
 def _stored(store: Path) -> dict[str, dict[ScalingJob, dict[str, float]]]:
     """Results by conditions and job; conditions in the order in which they were last measured."""
     results: dict[str, dict[ScalingJob, dict[str, float]]] = {}
@@ -160,7 +171,8 @@ def _stored(store: Path) -> dict[str, dict[ScalingJob, dict[str, float]]]:
     if not lines and store.exists() and store.stat().st_size:
         raise InputError(f"{shown(store)} is not a file of measurements by `headwise bench`; move it away")
     for key, result in lines.items():
-        facts = json.loads(key)
+        facts = parse_json(key, _STORED_KEY, shown(store))
+        validate(result, map_of(anything), shown(store))
         under = _key(facts["conditions"])
         results[under] = {**results.pop(under, {}), ScalingJob(**facts["job"]): result}
     return results

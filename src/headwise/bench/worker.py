@@ -21,6 +21,7 @@ from headwise.bench.cases import CASES, RECURRENT, factored_with
 from headwise.bench.clock import Call, forward_and_backward, times_in_turns
 from headwise.cost import Cost
 from headwise.nn.recurrent import Recurrent
+from headwise.random_state import seeded
 
 
 def times(jobs: Sequence[dict[str, Any]], *, rounds: int = 5, seconds: float = 60.0) -> list[dict[str, float]]:
@@ -54,15 +55,16 @@ def calls(
     name: str, n: int, rank: int | None = None, heads: int = 8, width: int = 64
 ) -> tuple[tuple[Call, Call], Cost]:
     """The forward and the forward and backward call of a job, and their counted cost."""
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     if name == RECURRENT:
-        layer = Recurrent(heads * width, causal=True)
-        x = torch.randn(1, n, heads * width, requires_grad=True)
-        gradient = torch.randn(1, n, heads * width)
+        with seeded(0):
+            layer = Recurrent(heads * width, causal=True)
+        x = torch.randn(1, n, heads * width, generator=generator, requires_grad=True)
+        gradient = torch.randn(1, n, heads * width, generator=generator)
         return forward_and_backward(lambda: layer(x), (x, *layer.parameters()), gradient), layer.cost(n)
     build = CASES[name].build(n) if rank is None else factored_with(name.removeprefix("factored "), rank, n)
-    q, k, v = (torch.randn(1, n, heads, width).transpose(1, 2).requires_grad_() for _ in range(3))
-    gradient = torch.randn(1, n, heads, width).transpose(1, 2)
+    *qkv, gradient = (torch.randn(1, n, heads, width, generator=generator).transpose(1, 2) for _ in range(4))
+    q, k, v = (x.requires_grad_() for x in qkv)
     run = forward_and_backward(lambda: build(q, k)(v), (q, k, v), gradient)
     return run, build(q.detach(), k.detach()).cost(width)
 

@@ -7,7 +7,6 @@ import math
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from headwise.cli.options import (
@@ -220,14 +219,29 @@ def _captured(model: str, length: int | None) -> list[tuple[Any, Any, Any]]:
 
 
 def _tensors(path: Path) -> tuple[Any, Any, Any]:
-    import torch
+    """q, k and v of a file, checked: floating point, at least (n, width), values for every entry."""
+    from torch import Tensor
 
-    try:
-        saved = torch.load(path, weights_only=True)
-        return saved["q"], saved["k"], saved["v"]
-    except (OSError, KeyError, TypeError, RuntimeError, UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"{path}: needs a dictionary of tensors q, k and v saved by torch.save ({reason})") from error
+    from headwise.models.gate import load_tensors
+
+    saved = load_tensors(path)
+    missing = [name for name in "qkv" if not isinstance(saved, dict) or not isinstance(saved.get(name), Tensor)]
+    if missing:
+        raise InputError(f"{path} must be a dictionary of tensors q, k and v, but has no tensor {missing[0]!r}")
+    for name in "qkv":
+        x = saved[name]
+        shape = tuple(x.shape)
+        if not x.is_floating_point() or x.is_sparse or x.is_quantized or x.dim() < 2 or 0 in shape:
+            raise InputError(f"{path}: {name} must be (*batch, n, width) in floating point, but is {x.dtype} {shape}")
+        if x.numel() * x.element_size() > x.untyped_storage().nbytes():
+            raise InputError(f"{path}: {name} is {shape} but repeats fewer stored numbers; save a contiguous tensor")
+        if not x.isfinite().all():
+            raise InputError(f"{path}: {name} has entries that are not finite")
+    q, k, v = (saved[name].detach().contiguous() for name in "qkv")
+    if q.shape[:-2] != k.shape[:-2] or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))
+        raise InputError(f"{path}: {shapes} do not fit; q is (*batch, m, k), k (*batch, n, k), v (*batch, n, d)")
+    return q, k, v
 
 
 def _lengths(requested: list[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:

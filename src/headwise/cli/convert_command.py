@@ -28,6 +28,7 @@ def run(argv: list[str]) -> int:
         help="an exported program (MODEL.pt2), or python:module:factory, which runs your code",
     )
     add_output(parser, metavar="OUT", required=True, help="file to write: .pt2 or .pt")
+    parser.add_argument("--allow-pickle", action="store_true", help="load a program that could run code")
     parser.add_argument(
         "--soft", type=number(0), metavar="ALPHA", help="quadratic softmax heads with trainable centres"
     )
@@ -58,13 +59,14 @@ def _convert(options: argparse.Namespace, file: Path) -> Any:
     from headwise.convolution import convert, exact, soft
     from headwise.convolution.exported_program import convert_exported
     from headwise.models.factory import call_factory
+    from headwise.models.gate import Trust, load_program
     from headwise.outputs import writing
 
     mode = exact if options.soft is None else soft(options.soft)
     if options.model.endswith(".pt2"):
         if options.out.suffix != ".pt2":
             raise InputError(f"an exported program is written as .pt2, but OUT is {options.out}")
-        program, receipt = convert_exported(_load_program(options.model), mode)
+        program, receipt = convert_exported(load_program(options.model, Trust(options.allow_pickle)), mode)
     else:
         if not options.model.startswith("python:"):
             raise InputError(f"MODEL must be a .pt2 file or python:module:factory, but is {options.model!r}")
@@ -82,17 +84,6 @@ def _convert(options: argparse.Namespace, file: Path) -> Any:
     with writing(options.out):
         torch.export.save(program, file)
     return receipt
-
-
-def _load_program(path: str) -> Any:
-    import torch
-
-    if not Path(path).is_file():
-        raise InputError(f"{path} is not a file")
-    try:
-        return torch.export.load(path)
-    except Exception as error:  # torch raises many kinds of errors on files of other formats
-        raise InputError(f"{path} is not an exported program: {error}") from error
 
 
 def _sizes(text: str) -> list[int]:

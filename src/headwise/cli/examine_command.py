@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 from pathlib import Path
@@ -13,7 +12,7 @@ from headwise.cli import options as shared
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import check_extra
-from headwise.outputs import PARTIAL, OutputDirectory
+from headwise.outputs import PARTIAL, OutputDirectory, json_text
 
 if TYPE_CHECKING:
     from headwise.examination.record import Examination, Record
@@ -36,7 +35,7 @@ def run(argv: list[str]) -> int:
         examination = _examine(options, out.partial, command, processes)
         files = write_report(examination, out)
     if options.json:
-        print(json.dumps({"report": str(files[0]), "json": str(files[1]), **examination.to_dict()}, allow_nan=False))
+        print(json_text({"report": str(files[0]), "json": str(files[1]), **examination.to_dict()}))
     else:
         _print(examination, files)
     return 0

@@ -10,14 +10,16 @@ import argparse
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from headwise.cli.progress import bar
-from headwise.errors import InputError
+from headwise.errors import InputError, check_extra
 
 if TYPE_CHECKING:
+    from headwise.models.gate import Trust
     from headwise.models.inputs import Inputs
     from headwise.models.load import LoadedModel
 
@@ -102,8 +104,15 @@ def file_path(text: str) -> Path:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL --allow-pickle --trust-remote-code"""
+    """MODEL --allow-missing, and those of `add_trust`"""
     parser.add_argument("model", nargs="?", type=nonempty, default="minilm", metavar="MODEL", help=MODEL_HELP)
+    add_trust(parser)
+    missing = "go on if weights are missing, with random numbers in their place"
+    parser.add_argument("--allow-missing", action="store_true", help=missing)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """--allow-pickle --trust-remote-code"""
     parser.add_argument("--allow-pickle", action="store_true", help="load pickled weights, which can run code")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
@@ -187,22 +196,33 @@ def load(options: argparse.Namespace, *, with_head: bool = False) -> LoadedModel
     """The model that `add_model`'s options name; `with_head` as in `load_model`."""
     from headwise.models.load import load_model
 
+    for option, package in (("images", "PIL"), ("audio", "soundfile")):
+        if getattr(options, option, None) is not None:
+            check_extra("models", f"--{option}", package)
     with bar("loading the model", None, quiet=is_quiet(options)):
-        return load_model(
-            options.model,
-            with_head=with_head,
-            allow_pickle=options.allow_pickle,
-            trust_remote_code=options.trust_remote_code,
+        loaded = load_model(
+            options.model, with_head=with_head, trust=trust(options), allow_missing=options.allow_missing
         )
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return loaded
+
+
+def trust(options: argparse.Namespace) -> Trust:
+    """What --allow-pickle and --trust-remote-code permit."""
+    from headwise.models.gate import Trust
+
+    return Trust(options.allow_pickle, options.trust_remote_code)
 
 
 def make_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     """The batches that `add_inputs`'s options name; a factory's own batches if it returned some."""
     from headwise.models import inputs
+    from headwise.models.factory import take_batches
 
     given: dict[str, Any] = vars(options)
     if loaded.batches is not None:
-        batches = list(itertools.islice(loaded.batches, options.texts))
+        batches = take_batches(str(loaded.source), loaded.batches, options.texts)
         return inputs.Inputs(batches, None, {"kind": "the factory's own batches"})
     if given.get("images") is not None:
         return inputs.image_input(loaded, options.images, limit=options.texts)

@@ -117,11 +117,12 @@ def check_symmetries(g: int) -> list[tuple[str, SymmetryReport]]:
     import torch
 
     from headwise.nn import MultiHead
+    from headwise.random_state import seeded
     from headwise.theory import check_equivariance, permutations, translations
 
-    torch.manual_seed(0)
-    attention, convolution = MultiHead(32, 4).eval(), torch.nn.Conv2d(4, 4, 3, padding=1).eval()
-    tokens, image = torch.randn(1, g * g, 32), torch.randn(1, 4, g, g)
+    with seeded(0):
+        attention, convolution = MultiHead(32, 4).eval(), torch.nn.Conv2d(4, 4, 3, padding=1).eval()
+        tokens, image = torch.randn(1, g * g, 32), torch.randn(1, 4, g, g)
     return [
         ("self-attention", check_equivariance(attention, permutations(), tokens)),
         ("convolution 3×3", check_equivariance(convolution, permutations(), image, axes="grid")),

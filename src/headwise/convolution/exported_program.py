@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from headwise.convolution.conversion import WHY_NOT_TRANSPOSED, Mode, attention_from_kernel, default_probe, exact
 from headwise.errors import InputError
+from headwise.models.gate import one_line
 from headwise.models.receipt import Left, Receipt, counted_cost, largest_change, parameter_count
 from headwise.nn.relative_attention import ConvolutionGeometry
 
@@ -34,10 +35,16 @@ TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.c
 
 def convert_exported(program: ExportedProgram, mode: Mode = exact) -> tuple[ExportedProgram, Receipt]:
     """The program with its convolutions converted, exported again on its own example inputs, and a receipt."""
-    if program.example_inputs is None:
+    if not program.example_inputs:
         raise InputError("convert_exported: the program carries no example inputs; export it again with torch.export")
-    args, kwargs = program.example_inputs
-    old, new = program.module(), program.module()
+    try:
+        args, kwargs = program.example_inputs
+        old, new = program.module(), program.module()
+        old(*args, **kwargs)
+    except Exception as error:  # the graph or its inputs come from a file
+        raise InputError(
+            f"convert_exported: the program does not run on its own example inputs ({one_line(error)})"
+        ) from error
     assert isinstance(new, GraphModule)
     parts, left = _convert_nodes(new, mode)
     if not parts:

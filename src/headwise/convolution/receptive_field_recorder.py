@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError, needs_extra
+from headwise.models.run import OwnHook, as_it_was
 from headwise.nn.relative_attention import RelativeAttention
 from headwise.theory.receptive_fields import ReceptiveField, receptive_fields
 
@@ -42,9 +43,9 @@ def model_receptive_fields(model: nn.Module, sample: Tensor) -> dict[str, list[R
     def record_grid(layer: Any, inputs: tuple[Tensor, ...]) -> None:
         grids[layer] = tuple(inputs[0].shape[-layer.geometry.axes :])
 
-    with torch.no_grad(), ExitStack() as hooks:
+    with as_it_was(model), torch.no_grad(), ExitStack() as hooks:
         for layer in names:
-            hooks.enter_context(layer.register_forward_pre_hook(record_grid))
+            hooks.enter_context(layer.register_forward_pre_hook(OwnHook(record_grid)))
         model(sample)
     return {names[layer]: layer_receptive_fields(layer, grid) for layer, grid in grids.items()}
 

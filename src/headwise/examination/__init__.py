@@ -11,7 +11,7 @@ from headwise.examination.measure.depth import with_depth
 from headwise.examination.measure.head_measures import HeadProjection, Measure, register_measure
 from headwise.examination.measure.spectra import HeadSpectrum
 from headwise.examination.measure.streaming import HeadSums
-from headwise.examination.record import Examination, Record, Statistic
+from headwise.examination.record import Examination, Mode, Record, Statistic
 from headwise.examination.report.page import add_plan, report_page, write_report
 from headwise.examination.summary import unusual_heads
 
@@ -23,6 +23,7 @@ __all__ = [
     "HeadSpectrum",
     "HeadSums",
     "Measure",
+    "Mode",
     "Record",
     "Statistic",
     "add_plan",

@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from headwise.errors import InputError
@@ -140,11 +139,11 @@ def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationCom
         )
     paired = _same_texts(a, b)
     names = [measure["name"] for measure in a["measures"] if measure["compared"]]
-    lengths_a, lengths_b = ([(site["shortest"], site["longest"]) for site in facts["sites"]] for facts in (a, b))
+    lengths_a, lengths_b = ({s["name"]: (s["shortest"], s["longest"]) for s in facts["sites"]} for facts in (a, b))
     moves: list[HeadDifference] = []
     for key in shared:
         x, y = heads_a[key], heads_b[key]
-        same_length = lengths_a[x["site"]] == lengths_b[y["site"]]
+        same_length = lengths_a.get(key[0]) == lengths_b.get(key[0])
         moves += [move for name in names if (move := _move(x, y, name, paired=paired, same_length=same_length))]
     if not moves:
         raise InputError(
@@ -207,13 +206,15 @@ def _z(x: Mapping[str, Any], y: Mapping[str, Any], values: Sequence[list | None]
     v, w = values
     if v and w and len(v) == len(w) > 1 and None not in (*v, *w):
         differences = [p - q for p, q in zip(v, w, strict=True)]
-        distance, error, degrees = abs(fmean(differences)), stdev(differences) / math.sqrt(len(v)), len(v) - 1
+        degrees, mean = len(v) - 1, sum(differences) / len(v)
+        squared_error = sum((d - mean) * (d - mean) for d in differences) / degrees / len(v)
+        distance = abs(mean)
     else:
-        parts = [(side["std"] ** 2 / side["texts"], side["texts"] - 1) for side in (x, y)]
-        distance, error = abs(x["mean"] - y["mean"]), math.sqrt(sum(part for part, _ in parts))
-        scale = sum(part**2 / n for part, n in parts)
-        degrees = error**4 / scale if scale else min(n for _, n in parts)
-    return normal_deviate(distance / math.hypot(error, floor), degrees) if distance else 0.0
+        parts = [(side["std"] * side["std"] / side["texts"], side["texts"] - 1) for side in (x, y)]
+        squared_error, distance = sum(part for part, _ in parts), abs(x["mean"] - y["mean"])
+        scale = sum((part / squared_error) ** 2 / n for part, n in parts) if squared_error else 0
+        degrees = 1 / scale if scale else min(n for _, n in parts)
+    return normal_deviate(distance / max(math.hypot(math.sqrt(squared_error), floor), 1e-300), degrees)
 
 
 def _same_texts(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -225,26 +226,12 @@ def _same_texts(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def _what_differs(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """What differs beside the weights and can change a measure, as far as both say it: "length: 512 and 256 tokens"."""
-    labels = {
-        "length": " tokens",
-        "kind of inputs": "",
-        "source": "",
-        "contents of the inputs": "",
-        "texts": "",
-        "texts with spectra": "",
-        "spectra": "",
-        "seed": "",
-        "spectra every": " batches",
-        "class": "",
-        "dtype": "",
-        "headwise": "",
-    }
-    described = [_description(facts) for facts in (a, b)]
-    found = [
-        f"{label}: {described[0][label]} and {described[1][label]}{unit}"
-        for label, unit in labels.items()
-        if None not in (described[0][label], described[1][label]) and described[0][label] != described[1][label]
-    ]
+    x, y = _description(a), _description(b)
+    labels = [label for label in x if None not in (x[label], y[label]) and x[label] != y[label]]
+    if {"length", "kind of inputs", "source", "texts"} & set(labels):
+        labels = [label for label in labels if label != "contents of the inputs"]
+    units = {"length": " tokens", "spectra every": " batches"}
+    found = [f"{label}: {x[label]} and {y[label]}{units.get(label, '')}" for label in labels]
     causal_a, causal_b = ({site["name"]: site["causal"] for site in facts["sites"]} for facts in (a, b))
     masks = [name for name in causal_a if name in causal_b and causal_a[name] != causal_b[name]]
     if masks:
@@ -255,13 +242,13 @@ def _what_differs(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 def _description(facts: dict[str, Any]) -> dict[str, Any]:
     model, inputs, made = facts["model"], facts["inputs"], facts["provenance"]
     low, high = inputs["shortest"], inputs["longest"]
-    exact = {True: "exact", False: "approximate", None: None}[inputs["spectra_exact"]]
+    exact, source = {True: "exact", False: "approximate"}.get(inputs["spectra_exact"]), inputs.get("source") or None
     return {
         "length": str(high) if low == high else f"{low} to {high}",
         "kind of inputs": inputs.get("kind"),
-        "source": ", ".join(inputs.get("source") or ()) or None,
-        "contents of the inputs": inputs.get("digest"),
+        "source": ", ".join(map(str, source)) if isinstance(source, list) else source,
         "texts": inputs["texts"],
+        "contents of the inputs": inputs.get("digest"),
         "texts with spectra": inputs["spectra_texts"],
         "spectra": exact,
         "seed": made.get("seed"),

@@ -20,7 +20,7 @@ from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, versions, weights_hash
 from headwise.models.partial_files import load_partial, log_damaged, save_partial
-from headwise.models.run import Batch, eval_mode
+from headwise.models.run import Batch, as_it_was, check_batch
 from headwise.operators._kernels import limits
 
 SPECTRA_EVERY = 8
@@ -60,6 +60,8 @@ def examine(
     excerpt: dict[str, Any] = {}
     # scores, exponentials, the padded block and temporaries: four floats for each entry of P
     entries = limits.CACHE_ENTRIES if block_bytes is None else max(1 << 12, block_bytes // 16)
+    for batch in batches if isinstance(batches, Sequence) else ():
+        check_batch(batch)
     weights = weights_hash(model)
     settings = {"seed": seed, "spectra_every": spectra_every, "entries": entries, "measures": list(MEASURES)}
     if partial_results is not None:
@@ -67,8 +69,9 @@ def examine(
         known = [batch_hash(batch) for batch in batches] if isinstance(batches, Sequence) else None
         outputs.partial_results(partial_results, run_key(weights, {**settings, "batches": known}))
     hashes: list[str] = []
-    with eval_mode(model):
+    with as_it_was(model):
         for index, batch in enumerate(batches):
+            check_batch(batch)
             hashes.append(batch_hash(batch))
             if index == 0 and rank == 0:
                 excerpt = make_excerpt(model, batch, token_names)

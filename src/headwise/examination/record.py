@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from headwise.outputs import valid_text
+
 SCHEMA = 3
 
 
@@ -82,8 +84,10 @@ class Examination:
 
 
 def _plain(x: Any) -> Any:
+    if isinstance(x, str):
+        return valid_text(x)
     if isinstance(x, Mapping):
-        return {str(key): _plain(value) for key, value in x.items()}
+        return {valid_text(str(key)): _plain(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
         return [_plain(value) for value in x]
     if isinstance(x, float):

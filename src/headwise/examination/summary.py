@@ -13,6 +13,7 @@ has one, the rule "low rank" is left out.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,7 @@ def summarise(
         "spectra_exact": all(measurements[i].spectra_exact for i in with_spectra) if with_spectra else None,
         "shortest": min(n[0] for n in lengths),
         "longest": max(n[-1] for n in lengths),
+        "digest": hashlib.sha256("".join(x.digest for x in measurements).encode()).hexdigest()[:16],
     }
     return Examination(
         model=model,

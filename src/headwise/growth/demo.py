@@ -22,6 +22,7 @@ from headwise.errors import InputError
 from headwise.growth.grower import Grower
 from headwise.growth.growth_event import GrowthEvent, HeadScore
 from headwise.nn.multihead import MultiHead
+from headwise.random_state import seeded
 
 Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 """(batch, generator) -> tokens (b, n, 2) of (key, value), and answers (b, n), -100 where there is no question."""
@@ -149,8 +150,8 @@ def train_and_grow(
     for name, value in {**sizes, "batch": batch, "observe": observe}.items():
         if value < 1:
             raise InputError(f"grow: {name} must be at least 1, but is {value}")
-    torch.manual_seed(seed)
-    model = Reader(task, layers=layers, heads=heads, key_width=key_width)
+    with seeded(seed):
+        model = Reader(task, layers=layers, heads=heads, key_width=key_width)
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     draws = torch.Generator().manual_seed(seed + 1)
     held_out = task.draw(256, torch.Generator().manual_seed(seed + 2))

@@ -13,6 +13,7 @@ step on the held-out loss (line_search.py), and replaces parameters and optimize
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, final
@@ -22,13 +23,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headwise.errors import InputError
+from headwise.errors import InputError, NonFiniteError
 from headwise.growth.bottleneck import HeadKey, bottleneck, choose, rank
 from headwise.growth.growth_event import GrowthEvent, HeadGrowth, HeadScore
 from headwise.growth.head_weights import by_layer, factors, install_all, parameters
 from headwise.growth.line_search import Loss, SearchPoint, measure, search, trusted_step
 from headwise.growth.metric import DAMPING, root, roots
-from headwise.growth.optimizer_state import PACE, calibrate, exchange, holds
+from headwise.growth.optimizer_state import PACE, ExchangedState, calibrate, exchange, holds
 from headwise.growth.problem import Factors, Problem
 from headwise.growth.solve import Solution, predicted_change, preserving, score_change, shrink, solution_names
 from headwise.growth.statistics import LayerStatistics, world_size
@@ -105,6 +106,8 @@ class Grower:
                 "observe: no backward pass has reached an attention layer since the last call; call observe() after "
                 "loss.backward(), with a loss that depends on the model's output"
             )
+        if not 0 < scale < math.inf:
+            raise InputError(f"observe: scale must be a positive number, but is {scale}; nothing was added")
         if self._reduced:
             self.reset()
         for name, observed in passes:
@@ -140,15 +143,22 @@ class Grower:
         requested = solution_names() if solutions is None else solutions
         if loss is None:
             return self._commit(chosen, trusted_step(chosen, widths, requested[0]), None)
-        before = measure(self.model, loss, self.group)
+        before = self._measured(loss, "before growth")
         best = search(self.model, self.layers, chosen, widths, requested, loss, self.group)
         if heads == "auto" and best.loss > before - LEAST_GAIN * abs(before):
             gain = best.loss - before
             reason = f"the best step changes the held-out loss by {gain:+.2e}, less than 1 % of {before:.4g}"
+            if not math.isfinite(best.loss):
+                reason = "the held-out loss is not finite at any step"
             return GrowthEvent((), reason, loss_before=before, loss_after=before, tried=best.tried)
         if best.loss >= before and solutions is None:  # solutions given by the caller are installed in any case
             silent = search(self.model, self.layers, chosen, widths, (preserving,), loss, self.group)
             best = replace(silent, tau=0.0, tried=best.tried + silent.tried)
+        if not math.isfinite(best.loss):
+            raise NonFiniteError(
+                f"grow: the held-out loss is {before:.4g} and not finite at any step of "
+                f"{', '.join(dict.fromkeys(name for name, _, _ in best.tried))}; nothing was changed"
+            )
         return self._commit(chosen, best, before)
 
     def shrink(self, p: int, heads: Sequence[HeadKey], *, loss: Loss | None = None) -> GrowthEvent:
@@ -159,29 +169,53 @@ class Grower:
                 raise InputError(f"shrink: there is no head {key!r} with statistics; observe() a batch first")
         chosen = {key: problems[key] for key in heads}
         weights = {key: shrink(problem, p) for key, problem in chosen.items()}
-        before = None if loss is None else measure(self.model, loss, self.group)
+        before = None if loss is None else self._measured(loss, "before shrinking")
         tau = sum(score_change(chosen[key], w) ** 2 for key, w in weights.items()) ** 0.5
         return self._commit(chosen, SearchPoint("shrink", weights, tau, float("nan")), before, loss)
+
+    def _measured(self, loss: Loss, when: str) -> float:
+        """The held-out loss; NonFiniteError if no comparison with it means anything."""
+        value = measure(self.model, loss, self.group)
+        if not math.isfinite(value):
+            raise NonFiniteError(
+                f"Grower: the held-out loss is not finite {when}, so nothing was changed; check the weights, and that "
+                "the held-out data are not empty"
+            )
+        return value
 
     def _commit(
         self, chosen: Mapping[HeadKey, Problem], point: SearchPoint, before: float | None, loss: Loss | None = None
     ) -> GrowthEvent:
-        """Install the weights, exchange the optimizer's state, reset the statistics."""
+        """Install the weights, exchange the optimizer's state, reset the statistics; nothing at all on an error."""
         weights = point.weights
+        for (layer, head), new in weights.items():
+            if not bool(new.wq.isfinite().all() and new.wk.isfinite().all()):
+                raise NonFiniteError(
+                    f"Grower: {point.solution} has non-finite weights for head {head} of {layer}; nothing was changed"
+                )
         count = sum(p.numel() for p in self.model.parameters())
         changes = tuple(_head_growth(key, chosen[key], weights[key]) for key in weights)
         predicted = sum(predicted_change(chosen[key], weights[key]) for key in weights)
         calibrated = by_layer({key: calibrate(chosen[key], weights[key], self.pace) for key in weights})
         installed = install_all(self.layers, weights)
-        self._broadcast(list(installed))
-        undoable = [exchange(self.optimizer, one, calibrated[name]) for name, one in installed.items()]
-        after = point.loss if loss is None else measure(self.model, loss, self.group)
+        exchanged: list[ExchangedState] = []
+
+        def restore() -> None:
+            for one in (*exchanged, *installed.values()):
+                one.undo()
 
         def undo() -> None:
-            for one in (*undoable, *installed.values()):
-                one.undo()
+            restore()
             self.reset()
 
+        try:
+            self._broadcast(list(installed))
+            for name, one in installed.items():
+                exchanged.append(exchange(self.optimizer, one, calibrated[name]))
+            after = point.loss if loss is None else self._measured(loss, "after shrinking")
+        except BaseException:
+            restore()
+            raise
         self.reset()
         self._retire_wrapper()
         return GrowthEvent(
@@ -208,6 +242,11 @@ class Grower:
             if statistics.weight == 0:
                 continue
             gram_q, gram_k = statistics.means()
+            if not bool(gram_q.isfinite().all() and gram_k.isfinite().all() and statistics.folds.isfinite().all()):
+                raise NonFiniteError(
+                    f"Grower: the statistics of {name} overflowed, so nothing was changed; call reset() and observe "
+                    "batches whose activations and gradients are smaller"
+                )
             layer_roots = root(gram_q, DAMPING), root(gram_k, DAMPING)
             shares = statistics.shares
             # a fold without data stays zero, and has no weight

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, InputError, NonFiniteError
 from headwise.growth.bottleneck import HeadKey
 from headwise.growth.head_weights import by_layer, install_all
 from headwise.growth.problem import Factors, Problem
 from headwise.growth.solve import Solution, WeightPath, named_solution
 from headwise.growth.statistics import world_size
-from headwise.models.run import eval_mode
+from headwise.models.run import as_it_was
 from headwise.nn.multihead import MultiHead
+from headwise.random_state import seeded
 
 STEPS = tuple(0.1 * 2.0**i for i in range(9))
 """0.1 to 25.6 nats; stopped after two steps that are worse than the best."""
@@ -45,15 +46,29 @@ class SearchPoint:
 
 
 def measure(model: nn.Module, loss: Loss, group: dist.ProcessGroup | None = None) -> float:
-    """The held-out loss, averaged over processes: evaluation mode, no gradients, always the same random state."""
-    with eval_mode(model), torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        value = float(loss())
+    """The held-out loss, averaged over processes: evaluation mode, no gradients, always the same random state.
+
+    A loss that is not finite is infinite: worse than any other.
+    """
+    with as_it_was(model), torch.no_grad(), seeded(0):
+        try:
+            value = _number(loss())
+        except NonFiniteError:  # our layers raise it
+            value = math.nan
     if world_size(group) > 1:
         total = torch.tensor(value, dtype=torch.float64, device=next(model.parameters()).device)
         dist.all_reduce(total, group=group)
         value = float(total) / world_size(group)
     return value if math.isfinite(value) else math.inf
+
+
+def _number(value: object) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    if isinstance(value, int | float):
+        return float(value)
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    raise InputError(f"grow: loss must return one real number, but returned a {type(value).__name__}{shape}")
 
 
 def trusted_step(

@@ -99,22 +99,27 @@ class ExchangedState:
 def exchange(
     optimizer: torch.optim.Optimizer, installed: InstalledWeights, calibrated: Mapping[int, Calibration]
 ) -> ExchangedState:
-    """Put the new parameters in the place of the old ones, with state that fits them."""
-    before = []
-    for name, old in installed.before.items():
-        if not holds(optimizer, old):
-            if old.requires_grad:
-                raise InputError(
-                    f"Grower: the optimizer does not hold {'.'.join(name)}; make it from model.parameters()"
-                )
-            continue
-        state = dict(optimizer.state.pop(old, {}))
-        new = installed.after[name]
-        _swap(optimizer, old, new)
-        if resized := _resized_state(state, name, installed, calibrated):
-            optimizer.state[new] = resized
-        before.append((old, new, state))
-    return ExchangedState(optimizer, before)
+    """Put the new parameters in the place of the old ones, with state that fits them; all of them, or none."""
+    exchanged = ExchangedState(optimizer, [])
+    try:
+        for name, old in installed.before.items():
+            if not holds(optimizer, old):
+                if old.requires_grad:
+                    raise InputError(
+                        f"Grower: the optimizer does not hold {'.'.join(name)}; make it from model.parameters()"
+                    )
+                continue
+            state, new = dict(optimizer.state.get(old, {})), installed.after[name]
+            resized = _resized_state(state, name, installed, calibrated)
+            exchanged.before.append((old, new, state))
+            optimizer.state.pop(old, None)
+            _swap(optimizer, old, new)
+            if resized:
+                optimizer.state[new] = resized
+    except BaseException:
+        exchanged.undo()
+        raise
+    return exchanged
 
 
 def _swap(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -74,6 +74,10 @@ class Problem:
         same_axis("growth.Problem", "k", W_q=k, W_k=self.present.width)
         if not bool(self.folds.isfinite().all()):
             raise NonFiniteError("grow: the gradient of the scores has non-finite entries; growth would spread them")
+        if not bool(self.present.wq.isfinite().all() and self.present.wk.isfinite().all()):
+            raise NonFiniteError(
+                "grow: the query or key weights of a head have non-finite entries; nothing was changed"
+            )
 
     @cached_property
     def normal(self) -> NormalMap:

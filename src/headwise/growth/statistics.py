@@ -87,13 +87,20 @@ class LayerStatistics:
 
     @staticmethod
     def check(observed: ObservedPass, layer: str) -> None:
-        """Raise NonFiniteError unless the gradient is finite."""
-        gradient = observed.gradient
-        if not math.isfinite(float(gradient.sum(dtype=torch.float64))):
-            raise NonFiniteError(
-                f"observe: the gradient of {layer}'s heads has {int((~gradient.isfinite()).sum())} non-finite of "
-                f"{gradient.numel()} entries; nothing was added; skip this batch or lower the loss scale"
-            )
+        """Raise NonFiniteError unless everything that the statistics are made of is finite."""
+        parts = {
+            "gradient": observed.gradient,
+            "queries' input": observed.x,
+            "keys' input": observed.context,
+            "values": observed.values,
+            "output": observed.outputs,
+        }
+        for what, x in parts.items():
+            if not math.isfinite(float(x.sum(dtype=torch.float64))):
+                raise NonFiniteError(
+                    f"observe: the {what} of {layer}'s heads has {int((~x.isfinite()).sum())} non-finite of "
+                    f"{x.numel()} entries; nothing was added; skip this batch or lower the loss scale"
+                )
 
     def _deal(self, b: int) -> list[list[int]]:
         """Assign the sequences of a batch to folds, in turn across batches, and count them in `shares`."""

@@ -9,6 +9,7 @@ m n (k + d + d_k) multiply-adds per head, and no n x n tensor.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -122,7 +123,7 @@ class Watch:
         self.name, self.layer = name, layer
         self.paused = False
         self.passes: list[_Pass] = []
-        self._open: _Pass | None = None
+        self._open: dict[int, _Pass] = {}  # the forward pass of each thread
         self._original = layer.build
         layer.build = _NotingBuilder(layer.build, self)
         outside: Any = torch.compiler.disable  # notes are taken between compiled graphs, not in them
@@ -135,23 +136,28 @@ class Watch:
 
     def _before_query(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         # a pass begins with its queries; one that never reached its output was only inspected
-        self._open = None if self.paused or not torch.is_grad_enabled() else _Pass(args[0].detach())
+        self._open.pop(threading.get_ident(), None)
+        if not self.paused and torch.is_grad_enabled():
+            self._open[threading.get_ident()] = _Pass(args[0].detach())
 
     def _before_key(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if self._open is not None:
-            self._open.context = args[0].detach()
+        current = self._open.get(threading.get_ident())
+        if current is not None:
+            current.context = args[0].detach()
 
     def note_operator(self, operator: AttentionOperator) -> None:
-        if self._open is not None:
-            self._open.operator = type(operator).__name__
-            self._open.scores = _flat(operator.scores) if isinstance(operator, Softmax) else None
+        current = self._open.get(threading.get_ident())
+        if current is not None:
+            current.operator = type(operator).__name__
+            current.scores = _flat(operator.scores) if isinstance(operator, Softmax) else None
 
     def _after_value(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if self._open is not None:
-            self._open.values = output.detach()
+        current = self._open.get(threading.get_ident())
+        if current is not None:
+            current.values = output.detach()
 
     def _before_out(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        current, self._open = self._open, None
+        current = self._open.pop(threading.get_ident(), None)
         outputs = args[0]
         if current is None or not outputs.requires_grad:
             return

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.random_state import seeded
 from headwise.theory.verdict import Verdict
 
 
@@ -92,12 +93,14 @@ class Source:
         truth: str = "",
         timing: Callable[[], str] | None = None,
     ) -> Callable[[Callable[[], Finding]], Callable[[], Finding]]:
-        """Register the decorated check; the arguments are the fields of `LedgerEntry`."""
+        """Register the decorated check, which runs from a fixed seed; the arguments are the fields of `LedgerEntry`."""
 
         def register(check: Callable[[], Finding]) -> Callable[[], Finding]:
-            entry = LedgerEntry(id, place, statement, latex, expected, meaning, check, premise, truth, timing)
+            # layers draw their weights from the global random state
+            run, timed = seeded(0)(check), None if timing is None else seeded(0)(timing)
+            entry = LedgerEntry(id, place, statement, latex, expected, meaning, run, premise, truth, timed)
             self.entries.append(entry)
-            return check
+            return run
 
         return register
 

@@ -56,7 +56,6 @@ def _grade(claim: str, report: SymmetryReport) -> Verdict:
     premise="no positional encoding",
 )
 def equivariance() -> Finding:
-    torch.manual_seed(0)
     layer, x = MultiHead(8, 2).double().eval(), draw(1, 9, 8)
     placed = lambda y: layer(y + draw(1, 9, 8, seed=5))  # noqa: E731
     return Finding(
@@ -75,7 +74,6 @@ def equivariance() -> Finding:
     "It pools sets of tokens.",
 )
 def invariance() -> Finding:
-    torch.manual_seed(0)
     pooling = LearnedQuery(8, 3, 2).double().eval()
     return Finding(
         _grade("A_Q(X) under permutations of its tokens", check_invariance(pooling, permutations(), draw(1, 9, 8)))
@@ -132,7 +130,6 @@ def proof_as_printed() -> Finding:
     "It is a linear map of each pixel.",
 )
 def one_by_one_convolution() -> Finding:
-    torch.manual_seed(0)
     report = check_equivariance(_flat(nn.Conv2d(3, 4, 1)), permutations(), draw(1, 20, 3))
     return Finding(_grade("1x1 convolution under permutations of pixels", report))
 
@@ -147,7 +144,6 @@ def one_by_one_convolution() -> Finding:
 )
 def larger_convolution() -> Finding:
     """The claim is `neither`: both symmetries must be broken."""
-    torch.manual_seed(0)
     conv, x = _flat(nn.Conv2d(3, 3, 3, padding=1)), draw(1, 20, 3)
     grades = (check_equivariance(conv, permutations(), x).verdict, check_invariance(conv, permutations(), x).verdict)
     return Finding(at_most("4 minus the better of both grades", 4 - min(_GRADES.index(g) for g in grades), 0))
@@ -163,7 +159,6 @@ def larger_convolution() -> Finding:
     premise="away from the border, or with circular padding",
 )
 def translation() -> Finding:
-    torch.manual_seed(0)
     x = draw(1, 3, 9, 9)
     circular = nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular").double().eval()
     zeros = nn.Conv2d(3, 3, 3, padding=1).double().eval()
@@ -184,7 +179,6 @@ def translation() -> Finding:
     "A learned query pools any length to a fixed one.",
 )
 def outputs_are_queries() -> Finding:
-    torch.manual_seed(0)
     pooling = LearnedQuery(8, 3, 2)
     away = max(abs(pooling(torch.randn(1, n, 8)).shape[-2] - 3) for n in (4, 9, 17))
     return Finding(at_most("largest distance of the number of outputs from the number of queries", away, 0))
@@ -200,7 +194,6 @@ def outputs_are_queries() -> Finding:
 )
 def grids() -> Finding:
     """Unfold, attend, fold: a 2-D layer against the same weights on the list of its pixels."""
-    torch.manual_seed(0)
     grid = GridAttention(6, 2).double().eval()
     x, context = draw(1, 6, 3, 4), draw(1, 6, 5, 2, seed=1)
     with torch.no_grad():

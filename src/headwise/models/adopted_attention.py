@@ -20,29 +20,27 @@ from headwise.operators.masks import Mask
 
 
 def adopt(model: nn.Module) -> list[str]:
-    """Replace every supported attention module in place; returns the names of those replaced.
+    """Replace every supported attention module in place, or none if one raises; returns the names of those replaced.
 
     >>> encoder = nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
     >>> adopt(encoder)
     ['self_attn']
     """
-    replaced = []
-    for name, module in list(model.named_modules()):
-        new = _adopted(module)
-        if new is not None:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, new)
-            replaced.append(name)
+    made = {name: _adopted(module) for name, module in model.named_modules()}
+    replaced = {name: new for name, new in made.items() if new is not None}
     if not replaced:
         raise UnsupportedError(
             f"adopt: {type(model).__name__} has no nn.MultiheadAttention and no attention like BERT's or GPT-2's; "
             "build it from headwise.nn.MultiHead instead"
         )
+    for name, new in replaced.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, new)
     for part in ("config", "generation_config"):
         config = getattr(model, part, None)
         if config is not None and getattr(config, "use_cache", False):
             config.use_cache = False  # a cache holds keys of one width
-    return replaced
+    return list(replaced)
 
 
 def _adopted(module: nn.Module) -> nn.Module | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError, needs_extra
-from headwise.models.load import LoadedModel, one_line, quietly, transformers_library
+from headwise.models import gate
+from headwise.models.gate import one_line, transformers_library
+from headwise.models.load import LoadedModel
 
 SAMPLE_TEXT = Path(__file__).parent / "data" / "moby-dick.txt"
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
@@ -23,6 +26,14 @@ TOKENIZER_FILES = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
+
+
+KINDS = {
+    "text": ("input_ids", "--text or --random-tokens"),
+    "images": ("pixel_values", "--images"),
+    "recordings": ("input_features input_values", "--audio"),
+}
+"""kind of input -> (names that models give it, option that provides it)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +54,14 @@ def text_input(
     length  default: 512, or the number of positions of the model if that is less
     batch   texts in one batch
     """
+    _check_takes(loaded, "text")
     paths = list(files) if files else [SAMPLE_TEXT]
     content = "\n\n".join(_read(path) for path in paths)
     if not content.strip():
         raise InputError(f"{', '.join(map(str, paths))}: empty; give a text with at least a few sentences")
     tokenizer = _tokenizer(loaded)
-    ids = quietly(lambda: tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"])
+    with gate.failures(f"the tokenizer of {loaded.name} cannot read the text"):
+        ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     positions = max_positions(loaded.model)
     if length is None:
         length = min(512, positions or 512)
@@ -64,9 +77,15 @@ def text_input(
     chunks = [ids[start : start + body] for start in range(0, len(ids), body)][:texts]
     if len(chunks) > 1 and len(chunks[-1]) < body:
         chunks.pop()  # all texts have one length, so that a mean over texts does not mix lengths
-    if len(chunks[0]) < 4:
+    if not chunks or len(chunks[0]) < 4:
         raise InputError(f"the text has {len(ids)} tokens; attention needs at least 4 to say anything")
     rows = torch.tensor([[*before, *chunk, *after] for chunk in chunks])
+    vocabulary = _vocabulary(loaded.model)
+    if vocabulary is not None and rows.max() >= vocabulary:
+        raise InputError(
+            f"the tokenizer of {loaded.name} made token {rows.max()}, but the model has a vocabulary of {vocabulary}; "
+            "use the tokenizer that belongs to the model"
+        )
     return Inputs(
         [_with_decoder(loaded.model, {"input_ids": part}) for part in rows.split(batch)],
         lambda x: [tokenizer.convert_ids_to_tokens(row.tolist()) for row in x["input_ids"]],
@@ -76,9 +95,13 @@ def text_input(
 
 def random_tokens(loaded: LoadedModel, length: int, *, texts: int, seed: int) -> Inputs:
     """Texts of uniformly random tokens: for models without a tokenizer, and to see which structure needs no text."""
-    vocabulary = getattr(getattr(loaded.model, "config", None), "vocab_size", None)
+    _check_takes(loaded, "text")
+    vocabulary = _vocabulary(loaded.model)
     if vocabulary is None:
-        raise InputError(f"{loaded.name} has no vocabulary to draw random tokens from; use --images or --audio")
+        raise InputError(f"{loaded.name} has no vocabulary to draw random tokens from; {_takes(loaded)}")
+    positions = max_positions(loaded.model)
+    if positions is not None and length > positions:
+        raise InputError(f"{loaded.name} has {positions} positions, but --random-tokens is {length}")
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(vocabulary, (1, length), generator=generator) for _ in range(texts)]
     return Inputs(
@@ -90,6 +113,7 @@ def random_tokens(loaded: LoadedModel, length: int, *, texts: int, seed: int) ->
 
 def image_input(loaded: LoadedModel, directory: Path, *, limit: int) -> Inputs:
     """The first `limit` images of a directory, prepared by the model's own processor."""
+    _check_takes(loaded, "images")
     if not directory.is_dir():
         raise InputError(f"--images {directory}: no such directory")
     paths = sorted(p for p in directory.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)[:limit]
@@ -102,19 +126,23 @@ def image_input(loaded: LoadedModel, directory: Path, *, limit: int) -> Inputs:
     for path in paths:
         try:
             image = Image.open(path).convert("RGB")
-        except OSError as error:
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise InputError(f"{path} cannot be read as an image ({one_line(error)})") from error
-        batches.append({"pixel_values": processor(images=image, return_tensors="pt")["pixel_values"]})
+        with gate.failures(f"{path} cannot be prepared for {loaded.name}"):
+            batches.append({"pixel_values": processor(images=image, return_tensors="pt")["pixel_values"]})
     return Inputs(batches, None, {"kind": "images", "source": [p.name for p in paths]})
 
 
 def audio_input(loaded: LoadedModel, files: Sequence[Path], *, limit: int) -> Inputs:
     """The first `limit` recordings, prepared by the model's own feature extractor."""
+    _check_takes(loaded, "recordings")
     extractor = _preprocessor(loaded, "AutoFeatureExtractor", "feature extractor")
     rate = getattr(extractor, "sampling_rate", 16000)
     batches = []
     for path in files[:limit]:
-        features = extractor(read_audio(path, rate).numpy(), sampling_rate=rate, return_tensors="pt")
+        samples = read_audio(path, rate).numpy()
+        with gate.failures(f"{path} cannot be prepared for {loaded.name}"):
+            features = extractor(samples, sampling_rate=rate, return_tensors="pt")
         batches.append(_with_decoder(loaded.model, {k: x for k, x in features.items() if k != "attention_mask"}))
     return Inputs(batches, None, {"kind": "audio", "source": [Path(p).name for p in files[:limit]]})
 
@@ -143,6 +171,30 @@ def max_positions(model: nn.Module) -> int | None:
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
+def _check_takes(loaded: LoadedModel, kind: str) -> None:
+    """Raise InputError if `loaded` is known to take other inputs than `kind`."""
+    if loaded.is_factory and not hasattr(loaded.model, "config"):
+        raise InputError(f"{loaded.source} returned no batches; return (model, [batch, …]), as it has no tokenizer")
+    main = getattr(loaded.model, "main_input_name", None)
+    known = {name for names, _ in KINDS.values() for name in names.split()}
+    arguments = inspect.signature(loaded.model.forward).parameters
+    if main in known and not any(name in arguments for name in KINDS[kind][0].split()):
+        raise InputError(f"{loaded.name} does not take {kind}; {_takes(loaded)}")
+
+
+def _takes(loaded: LoadedModel) -> str:
+    main = getattr(loaded.model, "main_input_name", None)
+    for kind, (names, option) in KINDS.items():
+        if main in names.split():
+            return f"it takes {kind}: use {option}"
+    return "use python:module:factory, with a factory that returns (model, batches)"
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
 def _tokenizer(loaded: LoadedModel) -> Any:
     # without these files transformers would build an empty tokenizer, which maps every word to "unknown"
     has_files = isinstance(loaded.source, Path) and any((loaded.source / name).exists() for name in TOKENIZER_FILES)
@@ -154,10 +206,12 @@ def _tokenizer(loaded: LoadedModel) -> Any:
 
 
 def _preprocessor(loaded: LoadedModel, auto_class: str, what: str, advice: str = "") -> Any:
+    if loaded.is_factory:
+        raise InputError(f"{loaded.source} has no {what}, and returned no batches; return (model, [batch, …])")
     try:
         return loaded.preprocessor(getattr(transformers_library(), auto_class))
-    except Exception as error:  # transformers raises errors of many types
-        raise InputError(f"cannot load the {what} of {loaded.name} ({one_line(error)}){advice}") from error
+    except InputError as error:
+        raise InputError(f"the {what} of {loaded.name}: {error}{advice}") from error
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -181,6 +235,10 @@ def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tenso
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        content = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    text = content.decode("utf-8", errors="replace")
+    if b"\0" in content or text.count("\ufffd") > len(text) // 10:
+        raise InputError(f"{path} is not a text in UTF-8; --text takes plain text, --images and --audio other files")
+    return text

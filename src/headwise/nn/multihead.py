@@ -18,6 +18,7 @@ from headwise.errors import UnsupportedError
 from headwise.nn.attention_layer import AttentionLayer, Context, _linear
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
+from headwise.random_state import kept_random_state
 
 
 @final
@@ -121,16 +122,17 @@ class MultiHead(AttentionLayer):
         """
         self._check_expressible_in_torch()
         weight = self.out.weight
-        module = nn.MultiheadAttention(
-            self.width,
-            self.heads,
-            bias=self.query.bias is not None or self.out.bias is not None,
-            kdim=self.context_widths[0],
-            vdim=self.context_widths[1],
-            batch_first=batch_first,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        with kept_random_state():  # the initial weights are overwritten
+            module = nn.MultiheadAttention(
+                self.width,
+                self.heads,
+                bias=self.query.bias is not None or self.out.bias is not None,
+                kdim=self.context_widths[0],
+                vdim=self.context_widths[1],
+                batch_first=batch_first,
+                device=weight.device,
+                dtype=weight.dtype,
+            )
         parts = (self.query, self.key, self.value)
         if module.in_proj_weight is not None:
             module.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
@@ -173,7 +175,8 @@ def multihead_from(parts: Sequence[tuple[Tensor, Tensor | None]], heads: int, **
     widths = {"key_width": len(key) // heads, "value_width": len(value) // heads, "out_width": len(out)}
     context_width = (key.shape[1], value.shape[1])
     options = {"bias": bias is not None, "out_bias": out_bias is not None, **widths, **options}
-    layer = MultiHead(query.shape[1], heads, context_width=context_width, **options).to(query)
+    with kept_random_state():  # the initial weights are overwritten
+        layer = MultiHead(query.shape[1], heads, context_width=context_width, **options).to(query)
     with torch.no_grad():
         for linear, tensors in zip((layer.query, layer.key, layer.value, layer.out), parts, strict=True):
             for parameter, tensor in zip((linear.weight, linear.bias), tensors, strict=True):

@@ -227,7 +227,8 @@ class Choice:
 
     def initial(self, length: int, width: int) -> Tensors:
         """Learned tensors of one head before fitting, for sequences of up to `length` and heads of `width`."""
-        return self.definition.initial(self.options, length, width)
+        tensors = self.definition.initial(self.options, length, width)
+        return {name: x.float() for name, x in tensors.items()}  # whatever the default dtype of the process is
 
     def shapes(self, length: int, width: int) -> dict[str, torch.Size]:
         """The shapes of the learned tensors of one head; InputError if they are too large to be meant."""
@@ -290,7 +291,7 @@ class Choice:
 
 @cache  # building P takes 0.1 to 20 ms, and a search needs the same few costs thousands of times
 def _cost(choice: Choice, n: int, width: int, causal: bool) -> Cost:
-    zeros = torch.zeros(1, 1, n, width)
+    zeros = torch.zeros(1, 1, n, width, dtype=torch.float32)
     tensors = {name: x.unsqueeze(0) for name, x in choice.initial(n, width).items()}
     return choice.operator(HeadInputs(zeros, zeros, Mask(n, n, causal), 1.0), tensors).cost(width)
 

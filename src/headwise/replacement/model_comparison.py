@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from headwise.errors import InputError
+from headwise.models.gate import UNTRUSTED, Trust
 from headwise.models.load import LoadedModel, load_model
-from headwise.models.run import run_model
+from headwise.models.run import as_it_was, run_model
 from headwise.reading import anything, map_of, read_json
 from headwise.replacement.install.saved import load
 from headwise.replacement.planning.drift import difference, pooled_states, token_loss
@@ -46,12 +47,12 @@ def is_model(path: Path) -> bool:
     return path.is_dir() and (path / "config.json").is_file() and not (path / "report.json").exists()
 
 
-def open_model(path: Path) -> LoadedModel:
+def open_model(path: Path, trust: Trust = UNTRUSTED) -> LoadedModel:
     """The model in a directory, rewritten or not."""
     config = read_json(path / "config.json", map_of(anything), "a directory that save_pretrained wrote", foreign=True)
     if "headwise" in config:
-        return LoadedModel(load(path).eval(), path.resolve().name, path)
-    return load_model(str(path), with_head=True)
+        return LoadedModel(load(path, trust=trust).eval(), path.resolve().name, path, trust=trust)
+    return load_model(str(path.absolute()), with_head=True, trust=trust)
 
 
 def compare_models(
@@ -62,20 +63,20 @@ def compare_models(
     measure = token_loss if losses and "input_ids" in batches[0] else pooled_states
     drifts: list[float] = []
     seconds: tuple[list[float], list[float]] = ([], [])
-    for index, batch in enumerate(batches):
-        outputs = []
-        for loaded, times in zip((old, new), seconds, strict=True):
-            start = time.perf_counter()
-            with torch.no_grad():
+    with as_it_was(old.model), as_it_was(new.model), torch.no_grad():
+        for index, batch in enumerate(batches):
+            outputs = []
+            for loaded, times in zip((old, new), seconds, strict=True):
+                start = time.perf_counter()
                 output = run_model(loaded.model, batch)
-            times.append(time.perf_counter() - start)
-            outputs.append(measure(loaded.model, batch, output))
-        if outputs[0].shape != outputs[1].shape:
-            shapes = " and ".join(str(tuple(x.shape)) for x in outputs)
-            raise InputError(f"the outputs of {old.name} and {new.name} have different shapes, {shapes}")
-        drifts += difference(*outputs).tolist()
-        if progress is not None:
-            progress(index + 1)
+                times.append(time.perf_counter() - start)
+                outputs.append(measure(loaded.model, batch, output))
+            if outputs[0].shape != outputs[1].shape:
+                shapes = " and ".join(str(tuple(x.shape)) for x in outputs)
+                raise InputError(f"the outputs of {old.name} and {new.name} have different shapes, {shapes}")
+            drifts += difference(*outputs).tolist()
+            if progress is not None:
+                progress(index + 1)
     kind = "loss" if measure is token_loss else "cosine"
     return ModelDifference(old.name, new.name, kind, drifts, *seconds, _operators(new.model))
 

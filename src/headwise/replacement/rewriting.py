@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise.cost import Cost
 from headwise.errors import InputError
 from headwise.models.receipt import Receipt, largest_change, parameter_count
-from headwise.models.run import eval_mode, run_model
+from headwise.models.run import as_it_was, run_model
 from headwise.replacement.install import other_models, transformers_models
 from headwise.replacement.plans import Plan
 from headwise.replacement.standard_kinds import SOFTMAX
@@ -77,7 +77,7 @@ def _receipt(old: nn.Module, new: nn.Module, plan: Plan, probe: Any) -> Receipt:
 
 def _outputs(model: nn.Module, probe: Any) -> list[Tensor]:
     """The floating-point tensors that a model returns, in eval mode and without gradients."""
-    with eval_mode(model), torch.no_grad():
+    with as_it_was(model), torch.no_grad():
         output = run_model(model, probe)
     values = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else output
     tensors = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]

@@ -70,8 +70,9 @@ def _gaussian_window(x: HeadInputs, options: Options, tensors: Tensors) -> Atten
 
 def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:
     """Mean of P_(i, i+o) over i for o = -reach..reach, (h, 2 reach + 1); the two ends average all larger offsets."""
-    heads = samples[0].inputs.q.shape[1]
-    total, count = torch.zeros(heads, 2 * reach + 1), torch.zeros(2 * reach + 1)
+    q = samples[0].inputs.q
+    heads = q.shape[1]
+    total, count = q.new_zeros(heads, 2 * reach + 1), q.new_zeros(2 * reach + 1)
     for x in (sample.inputs for sample in samples):
         keys = repeat_heads(x.k, x.q, "mean_profile")
         block = max(1, limits.SCORE_ENTRIES // (len(x.q) * heads * x.n))
@@ -82,7 +83,7 @@ def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:
             scores = (x.scale * x.q[:, :, start:stop] @ keys.mT).masked_fill(~visible, -1e30)
             p = scores.softmax(-1).masked_fill(~visible, 0)
             total.index_add_(1, place.flatten(), p.sum(0).flatten(1))
-            count.index_add_(0, place.flatten(), visible.sum((0, 1)).float().flatten())
+            count.index_add_(0, place.flatten(), visible.sum((0, 1)).flatten().to(count))
     return total / count.clamp(min=1)
 
 
@@ -139,7 +140,7 @@ def _start_near_far(options: Options, samples: Sequence[AttentionSample], genera
     queries = torch.cat(rows, dim=1)  # (h, rows, k)
     if rank == 1:
         u = queries.mean(1, keepdim=True)
-        return {"a": u / 2, "b": u, "c": torch.full(u.shape[:2], -1.0)}
+        return {"a": u / 2, "b": u, "c": u.new_full(u.shape[:2], -1.0)}
     u = queries[:, torch.randint(queries.shape[1], (rank,), generator=generator)]
     return {"a": u / 2, "b": u, "c": -samples[0].inputs.scale * u.square().sum(-1) / 2 - 1}
 

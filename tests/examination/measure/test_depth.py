@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headwise.examination import examine, with_depth
 from headwise.examination.measure.depth import collapse_curves
 from headwise.examination.measure.path_lengths import by_length
 from headwise.theory.collapse import relative_residual
@@ -143,3 +144,30 @@ def test_unknown_blocks_are_said_to_be_unsupported() -> None:
     found = collapse_curves(model.eval(), batch)
     assert not found["supported"]
     assert "WhisperEncoderLayer" in found["why"]
+
+
+@pytest.mark.parametrize("form", ["tensor", "positions", "keywords"])
+def test_a_batch_is_passed_as_the_model_takes_it(form: str) -> None:
+    """The argument of nn.TransformerEncoder is called src."""
+    model, batch = ALL["torch_encoder"]()
+    x = batch["src"]
+    forms = {"tensor": x, "positions": [x], "keywords": batch}
+    found = with_depth(examine(model, [forms[form]]), model, forms[form])
+    assert found.ablations["supported"], found.ablations
+    assert found.paths["supported"], found.paths
+
+
+@pytest.mark.parametrize("error", [TypeError("forward() got an unexpected argument"), MemoryError()])
+def test_a_failure_in_depth_does_not_lose_the_measurement(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = ALL["bert"]()
+    measured = examine(model, [batch])
+
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("headwise.examination.measure.depth.run_model", fail)
+    found = with_depth(measured, model, batch)
+    assert found.records == measured.records
+    assert not found.ablations["supported"]
+    assert f"BertModel failed with {type(error).__name__}" in found.ablations["why"]
+    assert found.paths["supported"]  # measured on its own

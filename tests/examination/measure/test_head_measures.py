@@ -74,6 +74,7 @@ def test_a_registered_measure_is_in_json_page_comparison_and_table() -> None:
 
     other = found.to_dict()
     other["records"][5]["measures"]["last_key"]["mean"] += 100
+    other["records"][5]["by_text"]["last_key"] = [100.0, 100.1]
     change = compare_examinations(facts, other).heads[0]
     assert (change.measure, change.head) == ("last_key", facts["records"][5]["head"])
 

@@ -12,7 +12,7 @@ ViT-like ones, and torch's own encoder layer); to support another family, extend
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -29,8 +29,11 @@ CURVES = ("all", "no attention skip", "no MLP", "pure attention")
 
 
 def with_depth(examination: Examination, model: nn.Module, batch: Batch) -> Examination:
-    """The examination with `ablations` and `paths` measured on the first sequence of `batch`, in float64."""
-    ablations, paths = collapse_curves(model, batch), by_length(model, batch)
+    """The examination with `ablations` and `paths` measured on the first sequence of `batch`, in float64.
+
+    A part that fails is left out with the reason: the heads have been measured, and their report must not be lost.
+    """
+    ablations, paths = (_unless_it_fails(part, model, batch) for part in (collapse_curves, by_length))
     headline = list(examination.headline)
     if ablations["supported"]:
         residuals = ablations["curves"]["no attention skip"]
@@ -41,6 +44,16 @@ def with_depth(examination: Examination, model: nn.Module, batch: Batch) -> Exam
             else f"On one text: even without its attention skips the relative residual stays at {residuals[-1]:.2g}."
         )
     return replace(examination, ablations=ablations, paths=paths, headline=headline)
+
+
+def _unless_it_fails(
+    part: Callable[[nn.Module, Batch], dict[str, Any]], model: nn.Module, batch: Batch
+) -> dict[str, Any]:
+    try:
+        return part(model, batch)
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:200] or "no reason given"
+        return {"supported": False, "why": f"{type(model).__name__} failed with {type(error).__name__}: {reason}"}
 
 
 def collapse_curves(model: nn.Module, batch: Batch) -> dict[str, Any]:

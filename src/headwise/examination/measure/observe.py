@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.errors import InputError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
+from headwise.models.fingerprint import batch_hash
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
-from headwise.models.run import Batch, blocks_of, hidden_states, run_model
+from headwise.models.run import Batch, OwnHook, blocks_of, hidden_states, run_model
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
 from headwise.shapes import filled
@@ -56,6 +58,7 @@ class Measurement:
     spectral: dict[str, Tensor] = field(default_factory=dict)
     leading: Tensor | None = None  # singular values
     spectra_exact: bool = True
+    digest: str = ""  # of the batch and the place of the sequence in it: equal for equal texts
 
 
 class _SiteMeasurement:
@@ -131,7 +134,8 @@ def observe(
         run_model(model, batch)
     if not by_sequence:
         raise nothing_seen(model)
-    return [_measurement(b, sites, states) for b, sites in sorted(by_sequence.items())]
+    digest = batch_hash(batch)
+    return [_measurement(b, sites, states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 
 
 def _is_plain(call: AttentionCall) -> bool:
@@ -146,6 +150,11 @@ def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
     q, k, v, mask = call.q[b], call.k[b], call.v[b], call.mask.index(b)
     if mask.visible is not None:
         keys = mask.visible.any(dim=-2).any(dim=0)
+        if not bool(keys.any()):
+            raise InputError(
+                f"{call.site}: the mask of text {b} of the batch hides all of its {mask.n} keys, so there is no "
+                "attention to measure; leave the text out"
+            )
         if not bool(keys.all()):
             queries = keys if call.kind == "self" and mask.m == mask.n else torch.ones(mask.m, dtype=torch.bool)
             q, k, v, mask = q[:, queries], k[:, keys], v[:, keys], mask.select(queries, keys)
@@ -173,7 +182,7 @@ def _output_projections(model: nn.Module, unprojected: list[_SiteMeasurement]) -
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-                hooks.enter_context(module.register_forward_pre_hook(before))
+                hooks.enter_context(module.register_forward_pre_hook(OwnHook(before)))
         yield
 
 
@@ -206,7 +215,9 @@ def _layer_measures(x: Tensor) -> dict[str, float]:
     }
 
 
-def _measurement(b: int, sites: list[_SiteMeasurement], states: dict[str, list[dict[str, float]]]) -> Measurement:
+def _measurement(
+    b: int, sites: list[_SiteMeasurement], states: dict[str, list[dict[str, float]]], digest: str
+) -> Measurement:
     numbers = {}
     for name in {name: None for measured in sites for name in measured.numbers}:
         # a measure that one site lacks, such as the contribution without an output projection, is NaN there
@@ -230,6 +241,7 @@ def _measurement(b: int, sites: list[_SiteMeasurement], states: dict[str, list[d
         spectral={name: torch.cat([x.spectral[name] for x in sites]) for name in sites[0].spectral},
         leading=leading if sites[0].spectral else None,
         spectra_exact=all(x.spectra_exact for x in sites),
+        digest=digest,
     )
 
 
@@ -242,7 +254,7 @@ def _site(call: AttentionCall, blocks: dict[str, nn.Module]) -> ExaminedSite:
 def _redundancy(samples: list[Tensor]) -> Tensor:
     """Cosine between sampled rows of P, for every pair of heads on sequences of the same lengths."""
     total = sum(len(x) for x in samples)
-    cosine = torch.full((total, total), torch.nan)
+    cosine = torch.full((total, total), torch.nan, dtype=torch.float32)
     starts = torch.tensor([0, *(len(x) for x in samples)]).cumsum(0).tolist()
     for shape in {x.shape[1:] for x in samples}:
         group = [i for i, x in enumerate(samples) if x.shape[1:] == shape]

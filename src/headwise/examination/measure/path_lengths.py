@@ -13,6 +13,7 @@ Dong, Cordonnier & Loukas 2021 (path decomposition); the recursion replaces thei
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,9 @@ from headwise.theory.collapse import relative_residual
 
 EXACT = 1e-6
 """Largest relative difference between the sum of all paths and the network's own output that counts as equal."""
+
+_ATTENTION = inspect.unwrap(F.scaled_dot_product_attention)
+"""What `__torch_function__` is given also while another thread has replaced F.scaled_dot_product_attention."""
 
 _GATED = {F.gelu, F.relu, torch.relu, F.silu, F.elu, F.leaky_relu, F.mish, F.hardswish, F.softplus}
 _HELD = {torch.tanh, torch.sigmoid, torch.rsqrt, torch.erf, torch.Tensor.tanh, torch.Tensor.sigmoid, torch.Tensor.rsqrt}
@@ -55,7 +59,7 @@ class _Recorder(TorchFunctionMode):
             self.held.append((out / torch.where(z == 0, torch.ones_like(z), z), out))
         elif func in _HELD:
             self.held.append(out)
-        elif func is F.scaled_dot_product_attention:
+        elif func is _ATTENTION:
             self.held.append(read_sdpa(*args, **kwargs))
         return out
 
@@ -74,7 +78,7 @@ class _Replayer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        known = func in (F.layer_norm, F.rms_norm, F.scaled_dot_product_attention) or func in _GATED or func in _HELD
+        known = func in (F.layer_norm, F.rms_norm, _ATTENTION) or func in _GATED or func in _HELD
         held: Any = next(self.held) if known else None
         if not self.started:
             return func(*args, **kwargs)
@@ -95,7 +99,7 @@ class _Replayer(TorchFunctionMode):
             return args[0] * held[0] if self.gate else held[1].expand_as(args[0])
         if func in _HELD:
             return held.expand(self.copies, *held.shape[1:]) if held.dim() and held.shape[0] == 1 else held
-        if func is F.scaled_dot_product_attention:
+        if func is _ATTENTION:
             return self._next_copy(read_sdpa(*args, **kwargs).v, held)
         return func(*args, **kwargs)
 

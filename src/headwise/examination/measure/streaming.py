@@ -93,6 +93,11 @@ class HeadSums:
         return F.pad(self.offset_mass, (REACH + 1 - self.m, REACH + 1 - self.n))  # a negative number cuts off
 
 
+def _empty(*shape: int) -> Tensor:
+    """Single precision, whatever the default dtype of the process is."""
+    return torch.empty(*shape, dtype=torch.float32)
+
+
 class Workspace:
     """The three blocks of at most `entries` numbers that `stream` works in, reused from call to call.
 
@@ -101,13 +106,13 @@ class Workspace:
 
     def __init__(self, entries: int = limits.CACHE_ENTRIES) -> None:
         self.entries = entries
-        self._flat, self._skew, self._layout = torch.empty(2, 0), torch.empty(0), (0, 0, 0)
+        self._flat, self._skew, self._layout = _empty(2, 0), _empty(0), (0, 0, 0)
 
     def two_blocks(self, h: int, rows: int, columns: int) -> Tensor:
         """Uninitialised (2, h, rows, columns)."""
         size = h * rows * columns
         if self._flat.shape[1] < size:
-            self._flat = torch.empty(2, size)
+            self._flat = _empty(2, size)
         return self._flat[:, :size].view(2, h, rows, columns)
 
     def skewed_block(self, h: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +120,7 @@ class Workspace:
         width = columns + rows
         size = rows * width + rows
         if len(self._skew) < h * size:
-            self._skew = torch.empty(h * size)
+            self._skew = _empty(h * size)
         if self._layout != (h, rows, columns):
             self._layout = (h, rows, columns)
             self._skew[: h * size].zero_()
@@ -130,9 +135,9 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
     scores = Scores(q, k, scores.scale, scores.mask)
     h, m, n = scores.shape
     sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long().tolist()
-    peak, z, dot, norm = (torch.empty(h, m) for _ in range(4))
-    received, diagonals = torch.zeros(h, n), torch.zeros(h, m + n - 1)
-    output, visible, sample = torch.empty(h, m, v.shape[-1]), torch.empty(h, m), torch.zeros(h, len(sampled), n)
+    peak, z, dot, norm = (_empty(h, m) for _ in range(4))
+    received, diagonals = v.new_zeros(h, n), v.new_zeros(h, m + n - 1)
+    output, visible, sample = _empty(h, m, v.shape[-1]), _empty(h, m), v.new_zeros(h, len(sampled), n)
     blocks = math.ceil(m / max(1, min(m, workspace.entries // (h * n))))
     step = math.ceil(m / blocks)
     for start in range(0, m, step):

@@ -59,6 +59,11 @@ def draw(examination: Examination) -> dict[str, bytes]:
     return files
 
 
+def _literal(text: str) -> str:
+    """`text` for a figure, in which matplotlib finds no formula and no character that it cannot write."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text).replace("$", r"\$")
+
+
 def _kinds(axes: Any, examination: Examination) -> None:
     layers = len(examination.sites)
     below = [0] * layers
@@ -70,7 +75,7 @@ def _kinds(axes: Any, examination: Examination) -> None:
     axes.set(
         xlabel="layer",
         ylabel="heads",
-        title=f"Kinds of heads in {examination.model['name']} ({_count(examination.inputs['texts'])})",
+        title=f"Kinds of heads in {_literal(examination.model['name'])} ({_count(examination.inputs['texts'])})",
     )
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 

@@ -1,7 +1,7 @@
 """Any other PyTorch model: its calls of scaled_dot_product_attention are computed by MixedHeads while it runs.
 
 torch.nn.TransformerEncoder, nn.MultiheadAttention and hand-written attention all end in that function; their modules
-are not changed.  Only one such model runs at a time in a process, and torch.compile skips it.
+are not changed.  Several threads may run it at once, and other models beside it; torch.compile skips it.
 """
 
 from __future__ import annotations

@@ -11,18 +11,22 @@ from typing import Any
 
 from torch import nn
 
-from headwise.errors import InputError
-from headwise.models.load import LoadedModel, quietly, save_preprocessor, transformers_library
+from headwise.errors import HeadwiseError, InputError
+from headwise.models.gate import UNTRUSTED, Trust, from_pretrained, one_line, quiet, transformers_library
+from headwise.models.load import LoadedModel, check_values, save_preprocessor
+from headwise.models.weight_files import check_directory
 from headwise.outputs import OutputDirectory, writing
 from headwise.replacement.install.other_models import RewrittenModel
-from headwise.replacement.install.transformers_models import PREFIX, rewritten_class
+from headwise.replacement.install.transformers_models import PREFIX, check_complete, rewritten_class
 from headwise.replacement.plans import Plan, installed_choices
 from headwise.replacement.rewriting import rewrite
 
 WEIGHTS = "rewritten.safetensors"
 
 
-def load(directory: str | Path, *, model: nn.Module | None = None, **options: Any) -> nn.Module:
+def load(
+    directory: str | Path, *, model: nn.Module | None = None, trust: Trust = UNTRUSTED, **options: Any
+) -> nn.Module:
     """The rewritten model saved in `directory`, in eval mode; options are those of `from_pretrained`.
 
     `model` is the original, needed for models that are not of transformers.  (`AutoModel.from_pretrained` would read
@@ -35,17 +39,23 @@ def load(directory: str | Path, *, model: nn.Module | None = None, **options: An
         return _load_weights(path, model)
     if not (path / "config.json").is_file():
         raise InputError(f"{path} has no config.json; name the directory that save_pretrained wrote")
+    check_directory(path, allow_pickle=False)
     transformers = transformers_library()
-    config = transformers.AutoConfig.from_pretrained(str(path))
+    config = from_pretrained(transformers.AutoConfig, path, trust)
     plan = getattr(config, "headwise", None)
     if not isinstance(plan, dict):
         raise InputError(f"{path} holds a model that was not rewritten; load it with AutoModel.from_pretrained")
     installed_choices(plan, f"{path / 'config.json'}: headwise")
-    names = getattr(config, "architectures", None) or [""]
-    base = getattr(transformers, names[0].removeprefix(PREFIX), None)
-    if base is None:
-        raise InputError(f"{path} holds a {names[0]}, which this version of transformers does not have")
-    return rewritten_class(base).from_pretrained(str(path), config=config, **options)
+    name = str(next(iter(getattr(config, "architectures", None) or ()), None))
+    base = getattr(transformers, name.removeprefix(PREFIX), None)
+    if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
+        raise InputError(f"{path} holds a {name}, which this version of transformers does not have")
+    try:
+        new = from_pretrained(rewritten_class(base), path, trust, config=config, **options)
+    except HeadwiseError as error:
+        raise InputError(str(error) if str(path) in str(error) else f"cannot load {path}: {error}") from error
+    check_values(str(path), new)
+    return new
 
 
 def save(new: nn.Module, plan: Plan, out: OutputDirectory, loaded: LoadedModel | None = None) -> None:
@@ -58,18 +68,22 @@ def save(new: nn.Module, plan: Plan, out: OutputDirectory, loaded: LoadedModel |
             save_model(new, str(path))
         return
     with writing(out.path):
-        quietly(lambda: new.save_pretrained(out.staged))  # type: ignore[operator]
+        with quiet():
+            new.save_pretrained(out.staged)  # type: ignore[operator]
         if loaded is not None:
             save_preprocessor(loaded, out.staged)
 
 
 def _load_weights(path: Path, model: nn.Module) -> nn.Module:
+    from safetensors import SafetensorError
     from safetensors.torch import load_model
 
     new, _ = rewrite(model, Plan.load(path))
     try:
-        load_model(new, str(path / WEIGHTS))
-    except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise InputError(f"{path} does not hold the weights of this {type(model).__name__}: {first}") from error
+        missing, unexpected = load_model(new, str(path / WEIGHTS), strict=False)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise InputError(
+            f"{path / WEIGHTS} does not hold the weights of this {type(model).__name__} ({one_line(error)})"
+        ) from error
+    check_complete(str(path / WEIGHTS), {"missing_keys": missing, "unexpected_keys": unexpected})
     return new.eval()

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.errors import InputError, UnsupportedError
+from headwise.models.gate import Trust, pretrained_model
+from headwise.models.run import OwnHook, as_it_was
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.plans import INSTALLED_VERSION, Plan, installed_choices
@@ -79,6 +84,18 @@ def rewritten_class(base: type) -> type:
                 modules[name].add_module(interface.NAME, heads)
             self.set_attn_implementation(interface.NAME)
 
+        @classmethod
+        def from_pretrained(cls, source: str | Path, *args: Any, **options: Any) -> Any:
+            """As in transformers, but raises InputError unless the files hold exactly the tensors of the model."""
+            with_info = options.pop("output_loading_info", False)
+            trust = Trust(trust_remote_code=bool(options.pop("trust_remote_code", False)))
+            if args:
+                raise UnsupportedError(f"{cls.__name__}.from_pretrained takes no arguments for the model's class")
+            place = Path(source) if Path(source).is_dir() else str(source)
+            model, info = pretrained_model(super(), place, trust, **options)
+            check_complete(str(source), info)
+            return (model, info) if with_info else model
+
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             _check_cache(self, kwargs)
             return super().generate(*args, **kwargs)
@@ -91,6 +108,18 @@ def rewritten_class(base: type) -> type:
     Rewritten.__name__ = Rewritten.__qualname__ = f"{PREFIX}{base.__name__}"
     Rewritten.__doc__ = f"{base.__name__} with some heads replaced by headwise."
     return Rewritten
+
+
+def check_complete(source: str, info: Mapping[str, Collection[str]]) -> None:
+    """Raise InputError unless the files hold exactly the tensors of the model; `info` as transformers reports it."""
+    for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "holds unknown")):
+        names = sorted(info[key])
+        if names:
+            shown = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+            raise InputError(
+                f"{source} {what} tensors, {len(names)} in all: {shown}; its files do not belong together, so rewrite "
+                "the original model again"
+            )
 
 
 def _blank(base: type) -> Any:
@@ -114,23 +143,18 @@ def default_probe(model: Any, length: int) -> dict[str, torch.Tensor] | None:
 
 
 def check_reached(model: Any, probe: dict[str, torch.Tensor], plan: Plan) -> None:
-    """Raise UnsupportedError unless every planned site calls the attention interface on `probe`."""
-    from transformers import AttentionInterface
-
+    """Raise UnsupportedError unless every site runs on `probe` and, where heads are replaced, calls the interface."""
     called: set[nn.Module] = set()
-
-    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        called.add(module)
-        return interface.attention(module, *args, **kwargs)
-
-    AttentionInterface.register(interface.NAME, recording)
-    try:
-        with torch.no_grad():
-            model(**probe)
-    finally:
-        interface.register()
-    for site in plan.sites:
-        if model.get_submodule(site.partition("@")[0]) not in called:
+    sites = {site: model.get_submodule(site.partition("@")[0]) for site in plan.sites}
+    for site, module in sites.items():
+        heads = getattr(module, interface.NAME)
+        sites[site] = module if heads.replaced is None else heads
+    with as_it_was(model), torch.no_grad(), ExitStack() as hooks:
+        for module in set(sites.values()):
+            hooks.enter_context(module.register_forward_pre_hook(OwnHook(lambda module, args: called.add(module))))
+        model(**probe)
+    for site, module in sites.items():
+        if module not in called:
             raise UnsupportedError(
                 f"{site}: {type(model).__name__.removeprefix(PREFIX)} did not call transformers' attention interface "
                 "here on a probe, so its heads cannot be replaced"

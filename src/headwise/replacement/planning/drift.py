@@ -10,7 +10,9 @@ last layer costs one layer, not the model.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.models.intercept import intercept, read_sdpa
-from headwise.models.run import eval_mode, run_model
+from headwise.models.run import OwnHook, as_it_was, run_model
 from headwise.replacement.planning.saved_progress import DriftEstimate
 
 Replacement = Callable[..., Tensor]
@@ -44,18 +46,11 @@ class DriftTrial:
     @contextlib.contextmanager
     def open(self) -> Iterator[DriftTrial]:
         """Measure while open; the model is in eval mode and restored afterwards."""
-        caching = getattr(getattr(self.model, "config", None), "use_cache", None)
-        if caching:
-            self.model.config.use_cache = False  # type: ignore[union-attr]
-        try:
-            with eval_mode(self.model), torch.no_grad(), intercept(self.model, answer=self._answer):
-                self._outputs, self._before = [], []
-                for batch in self.batches:
-                    self._run_unchanged(batch)
-                yield self
-        finally:
-            if caching:
-                self.model.config.use_cache = caching  # type: ignore[union-attr]
+        with as_it_was(self.model), torch.no_grad(), intercept(self.model, answer=self._answer):
+            self._outputs, self._before = [], []
+            for batch in self.batches:
+                self._run_unchanged(batch)
+            yield self
 
     def drifts(
         self, replacements: Mapping[str, Replacement], *, batches: int | None = None
@@ -67,7 +62,7 @@ class DriftTrial:
             self._replacements = replacements
             try:
                 with self._early_layers_reused(replacements, index):
-                    output = run_model(self.model, batch)
+                    output = run_model(self.model, without_cache(self.model, batch))
             finally:
                 self._replacements = {}
             after = self.measure(self.model, batch, output)
@@ -99,12 +94,10 @@ class DriftTrial:
         def store(module: nn.Module, args: tuple, output: Any) -> None:
             ran.append((module, output))
 
-        handles = [layer.register_forward_hook(store) for layer in dict.fromkeys(self.layers.values())]
-        try:
-            output = run_model(self.model, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with contextlib.ExitStack() as hooks:
+            for layer in dict.fromkeys(self.layers.values()):
+                hooks.enter_context(layer.register_forward_hook(OwnHook(store)))
+            output = run_model(self.model, without_cache(self.model, batch))
         if len(dict(ran)) < len(ran):  # a layer that runs twice has two outputs
             self.layers, ran = {}, []
         self._order = [layer for layer, _ in ran]
@@ -117,17 +110,58 @@ class DriftTrial:
         changed = {self.layers.get(site) for site in replacements}
         first = next((i for i, layer in enumerate(self._order) if layer in changed), 0)
         early = [] if None in changed else self._order[:first]
-        for layer in early:
-            layer.forward = _constant(self._outputs[index][layer])  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as stored:
             for layer in early:
-                del layer.forward
+                stored.enter_context(_returning(layer, self._outputs[index][layer]))
+            yield
 
 
-def _constant(output: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: output
+class _StoredForward:
+    """A forward that returns a stored output in the threads that have one, and computes it in all others."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.forward, self.on_instance = layer.forward, layer.__dict__.get("forward")
+        self.outputs: dict[int, Any] = {}  # by thread
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        thread = threading.get_ident()
+        return self.outputs[thread] if thread in self.outputs else self.forward(*args, **kwargs)
+
+
+_LAYERS = threading.Lock()
+"""Held while a layer gets or loses a _StoredForward, so that the last thread restores what the first one found."""
+
+
+@contextlib.contextmanager
+def _returning(layer: nn.Module, output: Any) -> Iterator[None]:
+    """`layer` returns `output` in this thread; a forward that was set on the instance is restored, not deleted."""
+    thread = threading.get_ident()
+    try:
+        with _LAYERS:
+            forward = layer.__dict__.get("forward")
+            stored = forward if isinstance(forward, _StoredForward) else _StoredForward(layer)
+            stored.outputs[thread] = output
+            layer.__dict__["forward"] = stored
+        yield
+    finally:
+        with _LAYERS:
+            stored = layer.__dict__.get("forward")
+            if isinstance(stored, _StoredForward):
+                stored.outputs.pop(thread, None)
+                if not stored.outputs and stored.on_instance is None:
+                    del layer.__dict__["forward"]
+                elif not stored.outputs:
+                    layer.__dict__["forward"] = stored.on_instance
+
+
+def without_cache(model: nn.Module, batch: Any) -> Any:
+    """The batch with use_cache=False for a model that would keep keys and values: stored layers have none."""
+    caching = getattr(getattr(model, "config", None), "use_cache", None)
+    if not caching or not isinstance(batch, Mapping) or "use_cache" in batch:
+        return batch
+    accepted = inspect.signature(model.forward).parameters
+    takes = "use_cache" in accepted or any(x.kind is x.VAR_KEYWORD for x in accepted.values())
+    return {**batch, "use_cache": False} if takes else batch
 
 
 def layers_of(model: nn.Module, sites: Sequence[str]) -> dict[str, nn.Module]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwise.errors import InputError
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, weights_hash
 from headwise.models.inputs import max_positions
-from headwise.models.run import eval_mode
+from headwise.models.run import as_it_was, check_batch
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, candidates
 from headwise.replacement.planning.capture import AttentionSite, find_sites, recordings
@@ -100,6 +100,8 @@ def plan(
         raise InputError(f"objective must be 'multiply_adds' or 'seconds', but is {objective!r}")
     check_weights(model)
     batches, effort = list(batches), effort or Effort()
+    for batch in batches:
+        check_batch(batch)
     if len(batches) < MIN_BATCHES:
         raise InputError(
             f"a plan needs at least {MIN_BATCHES} batches for calibration, selection and test, but there are "
@@ -107,7 +109,7 @@ def plan(
         )
     weights = weights_hash(model)
     parts = Split(*([batches[i] for i in part] for part in split(len(batches), seed)))
-    with eval_mode(model):
+    with as_it_was(model):
         sites, skipped = _find_sites(model, parts.calibration[0])
         length, tried = _candidates(model, sites, length, choices, quick=effort.quick)
         causal = all(site.causal for site in sites.values())
