@@ -426,6 +426,15 @@ def _rank(name: str) -> int:
     return LAST.index(name) if name in LAST else -1
 
 
+def check_unchanged(directory: Path, suffix: str) -> None:
+    """Raise InputError if a file with this suffix is not as the marker in `directory` lists it; without one, pass."""
+    for name, entry in _read_marker(directory / MARKER)["files"].items():
+        file = directory / name
+        if name.endswith(suffix) and not _same(file.resolve(), entry):
+            state = "has been changed since headwise wrote it" if file.exists() else "is missing"
+            raise InputError(f"{shown(file)} {state}; make it again, or delete {MARKER} there if you mean it to be so")
+
+
 def _contents(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         return {"size": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.campaign import Campaign
 from tests.faults.damage import MUTATIONS, REPLACEMENTS, Damage, Target, damage_once
-from tests.faults.subjects import SUBJECTS
+from tests.faults.subjects import SUBJECTS, printed
 
 COMMAND = ("rewrite", "{session}/bert", "--plan", "plan/out", "-o", "out", "--json")
 
@@ -27,6 +27,18 @@ def test_a_damaged_plan(server, session, references, tmp_path: Path, name: str, 
     damage = Damage(target, mutation, seed=1)
     expected = references["rewrite"].numbers
     assert damage_once(server, tmp_path, session, damage, expected).problems == []
+
+
+@pytest.mark.parametrize("mutation", ["one bit", "truncated", "missing"])
+def test_damaged_weights_of_a_rewritten_model(server, session, references, tmp_path: Path, mutation: str) -> None:
+    references["rewrite"]
+    command = ("compare", "{session}/bert", "out", "--random-tokens", "24", "--texts", "2", "--json")
+    undamaged = server.run([part.format(session=session) for part in command], session / "whole" / "rewrite")
+    assert undamaged.code == 0
+    expected = printed(tmp_path, undamaged.out)
+    target = Target("weights", "whole/rewrite", "out/model.safetensors", command, printed, editable=False)
+    trial = damage_once(server, tmp_path, session, Damage(target, mutation, seed=2), expected)
+    assert trial.problems == []
 
 
 @pytest.mark.slow
