@@ -26,7 +26,7 @@ from headwise.examination import write_report
 from headwise.locks import DirectoryLock
 from headwise.models.inputs import text_input
 from headwise.models.load import load_model
-from headwise.outputs import OutputDirectory
+from headwise.output_directory import OutputDirectory
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "hashing weights and batches": [(examiner, "weights_hash"), (examiner, "batch_hash"), (examiner, "run_key")],

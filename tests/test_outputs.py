@@ -12,13 +12,10 @@ from pathlib import Path
 
 import pytest
 
-import headwise.outputs
+from headwise import output_directory
 from headwise.errors import InputError
+from headwise.output_directory import MARKER, PARTIAL, STAGED, OutputDirectory
 from headwise.outputs import (
-    MARKER,
-    PARTIAL,
-    STAGED,
-    OutputDirectory,
     append_line,
     atomic,
     json_text,
@@ -213,7 +210,7 @@ def test_a_marker_cannot_name_files_outside(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     write_run(tmp_path / "out", "one")
     marker = json.loads((tmp_path / "out" / MARKER).read_text())
-    entry = {**headwise.outputs._contents(tmp_path / "mine"), "command": "examine", "key": ""}
+    entry = {**output_directory._contents(tmp_path / "mine"), "command": "examine", "key": ""}
     marker["files"]["../mine"] = marker["files"][str(tmp_path / "mine")] = entry
     marker |= {"publishing": {"report.html": marker["files"]["report.html"]}, "stale": ["../mine"]}
     (tmp_path / "out" / MARKER).write_text(json.dumps(marker))
@@ -235,7 +232,7 @@ def test_a_second_writer_is_refused_and_told_who_writes(tmp_path: Path) -> None:
 
 HOLD = """
 import sys, time
-from headwise.outputs import OutputDirectory
+from headwise.output_directory import OutputDirectory
 with OutputDirectory(sys.argv[1], command="plan"):
     print("locked", flush=True)
     time.sleep(60)

@@ -185,8 +185,6 @@ def test_a_rewritten_model_is_neither_rewritten_again_nor_examined(
 
 
 def test_plan_and_output_are_required(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["rewrite", "pool"])
+    assert main(["rewrite", "pool"]) == 2
     error = capsys.readouterr().err
-    assert "headwise rewrite [MODEL] --plan PLAN -o DIR" in error
     assert "the following arguments are required: --plan" in error

@@ -28,7 +28,6 @@ from headwise.examination.measure.depth import with_depth
 from headwise.growth.demo import Reader, lookup
 from headwise.ledger.audit import audit_weights
 from headwise.models import LoadedModel, adopt
-from headwise.models.load import quietly
 from headwise.models.receipt import evaluate
 from headwise.models.run import as_it_was
 from headwise.replacement.install.saved import load
@@ -259,6 +258,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "grow": growing,
 }
 RUN_ONCE = {"evaluate", "grow", "rewrite bert", "rewrite encoder"}
+REPORTED = {"depth bert"}
 NEVER_FAIL = {"audit bert", "audit encoder", "receptive fields"}  # they do not run the model
 
 
@@ -290,6 +290,9 @@ def test_nothing_is_left_behind(name: str, request: pytest.FixtureRequest) -> No
     def fail(error: BaseException, call: int) -> None:
         case.arm((error, call))
         try:
+            if name in REPORTED and isinstance(error, Exception):
+                case.work()  # an error becomes a part of the result
+                return
             with pytest.raises(type(error), match="in the middle"):
                 case.work()
         finally:
@@ -326,7 +329,7 @@ def test_loading_and_saving_leave_the_process_alone(family: Callable, tmp_path: 
     plan = plan_for(model, batch, [WINDOW])
     new, _ = headwise.rewrite(model, plan)
     before, of_new = of_process(), of_model(new)
-    quietly(lambda: new.save_pretrained(tmp_path))
+    new.save_pretrained(tmp_path)
     assert differences(before, of_process()) == []
     assert differences(of_new, of_model(new)) in ([], ["config"])  # transformers notes the saved class there
     again = load(tmp_path)

@@ -117,7 +117,7 @@ def test_twenty_starts_of_two_writers(tmp_path: Path, kinds: list[str], writers:
 LOCK = """
 import os, sys, time
 from headwise.errors import InputError
-from headwise.outputs import OutputDirectory
+from headwise.output_directory import OutputDirectory
 if sys.argv[2] == "creation":
     import headwise.locks
     headwise.locks.fcntl = None

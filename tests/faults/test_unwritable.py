@@ -16,7 +16,8 @@ import torch
 from headwise.cli.main import main
 from headwise.errors import InputError
 from headwise.models.partial_files import load_partial, save_partial
-from headwise.outputs import OutputDirectory, new_file, write_bytes, writing
+from headwise.output_directory import OutputDirectory
+from headwise.outputs import new_file, write_bytes, writing
 
 
 @pytest.fixture

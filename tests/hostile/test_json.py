@@ -71,20 +71,22 @@ def changed(draw: st.DrawFn, facts: dict[str, Any]) -> dict[str, Any]:
             parent = parent[name]
         change = draw(st.sampled_from(["replace", "replace", "replace", "drop", "rename", "add", "swap", "kind"]))
         if change == "replace":
-            parent[last] = draw(st.sampled_from(VALUES) | st.integers() | st.floats() | st.text(max_size=5))
+            parent[last] = copy.deepcopy(
+                draw(st.sampled_from(VALUES) | st.integers() | st.floats() | st.text(max_size=5))
+            )
         elif change == "drop":
             del parent[last]
         elif change == "kind":
-            number = draw(st.sampled_from(VALUES))
+            number = copy.deepcopy(draw(st.sampled_from(VALUES)))
             parent[last] = {"kind": draw(st.sampled_from(KINDS)), "width": number, "rank": number}
         elif change == "swap":
             parent[last] = copy.deepcopy(_at(facts, draw(st.sampled_from(found))))
         elif isinstance(parent, dict):
             parent[draw(st.text(max_size=5))] = (
-                parent.pop(last) if change == "rename" else draw(st.sampled_from(VALUES))
+                parent.pop(last) if change == "rename" else copy.deepcopy(draw(st.sampled_from(VALUES)))
             )
         else:
-            parent.append(parent[last])
+            parent.append(copy.deepcopy(parent[last]))
     return facts
 
 

@@ -122,9 +122,8 @@ SLOW = {"S0.bound", "S0.bound-heads", "S0.table-recurrent", "S2.table-recurrent"
 )
 def test_broken_checks_give_another_outcome(name: str) -> None:
     (entry,) = select(claim=name)
-    function, arguments = (
-        (entry.check.func, entry.check.args) if isinstance(entry.check, partial) else (entry.check, ())
-    )
+    check = inspect.unwrap(entry.check)
+    function, arguments = (check.func, check.args) if isinstance(check, partial) else (check, ())
     module = inspect.getmodule(function)
     namespace: dict = {"__name__": module.__name__}
     exec(compile(replace_once(inspect.getsource(module), *BROKEN[name]), f"{name}, broken", "exec"), namespace)

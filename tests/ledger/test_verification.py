@@ -95,7 +95,7 @@ def test_the_page_is_up_to_date(ledger: Ledger) -> None:
     try:
         assert_same_page(page(ledger.results), kept)
     except AssertionError as error:
-        raise AssertionError("stale: run headwise verify --docs docs/claims.md") from error
+        raise AssertionError("stale: run headwise verify --docs docs/claims.md --force") from error
 
 
 def test_a_stale_page_is_detected(ledger: Ledger) -> None:

@@ -23,7 +23,8 @@ from headwise.cli.options import (
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
-from headwise.outputs import OutputDirectory, json_text
+from headwise.output_directory import OutputDirectory
+from headwise.outputs import json_text
 
 if TYPE_CHECKING:
     from headwise.bench import Scaling, Timing

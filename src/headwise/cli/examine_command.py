@@ -12,7 +12,8 @@ from headwise.cli import options as shared
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import check_extra
-from headwise.outputs import PARTIAL, OutputDirectory, json_text
+from headwise.output_directory import PARTIAL, OutputDirectory
+from headwise.outputs import json_text
 
 if TYPE_CHECKING:
     from headwise.examination.record import Examination, Record

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from headwise.cli.options import Parser, add_force, add_json, add_output, add_seed, whole_number
 from headwise.cli.tables import make_table
 from headwise.errors import check_extra, needs_extra
-from headwise.outputs import OutputDirectory, json_text
+from headwise.output_directory import OutputDirectory
+from headwise.outputs import json_text
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from headwise.cli import options as shared
 from headwise.errors import check_extra
-from headwise.outputs import OutputDirectory, json_text
+from headwise.output_directory import OutputDirectory
+from headwise.outputs import json_text
 
 if TYPE_CHECKING:
     from headwise.replacement import Plan, PlanPoint

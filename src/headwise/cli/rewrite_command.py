@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
 
 def _rewrite(options: argparse.Namespace) -> Receipt:
     from headwise.cli.progress import bar
-    from headwise.outputs import OutputDirectory
+    from headwise.output_directory import OutputDirectory
     from headwise.replacement import Plan, rewrite
     from headwise.replacement.install.saved import save
 

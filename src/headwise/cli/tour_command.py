@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from headwise.cli.options import Parser, add_force, file_path, whole_number
 from headwise.cli.tables import print_table
 from headwise.errors import check_extra, needs_extra
-from headwise.outputs import OutputDirectory, json_text
+from headwise.output_directory import OutputDirectory
+from headwise.outputs import json_text
 
 if TYPE_CHECKING:
     from headwise.operators import AttentionOperator

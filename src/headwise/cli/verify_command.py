@@ -11,7 +11,8 @@ from headwise.cli.options import Parser, add_force, add_json, add_output, file_p
 from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import check_extra
-from headwise.outputs import OutputDirectory, json_text, new_file, writing
+from headwise.output_directory import OutputDirectory
+from headwise.outputs import json_text, new_file, writing
 
 if TYPE_CHECKING:
     from headwise.ledger import Ledger
@@ -33,7 +34,8 @@ def run(argv: list[str]) -> int:
             bar("drawing", None, quiet=is_quiet(options)),
         ):
             draw(out.staged)
-        print(*(out.path / name for name in figure_files()), sep="\n")
+        files = [str(out.path / name) for name in figure_files()]
+        print(json_text({"figures": files}) if options.json else "\n".join(files))
         return 0
 
     from headwise.ledger import select, verify
@@ -134,7 +136,7 @@ def _audit(options: argparse.Namespace) -> int:
         file = None if options.out is None else files.enter_context(new_file(options.out, force=options.force))
         audit = audit_weights(options.weights, heads=options.heads)
         if file is not None:
-            _write(options.out, file, json_text(audit.to_json(), indent=1))
+            _write(Path(options.out), file, json_text(audit.to_json(), indent=1))
     if options.json:
         print(json_text(audit.to_json()))
         return 0

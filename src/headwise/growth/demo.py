@@ -41,6 +41,8 @@ class Task:
 
 def lookup(keys: int = 64, values: int = 16, pairs: int = 16, queries: int = 8) -> Task:
     """Pairs with distinct keys, then queries for some of them."""
+    if keys < pairs:
+        raise InputError(f"lookup: {pairs} pairs need as many distinct keys, but there are {keys}")
 
     def draw(b: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         key = torch.rand(b, keys, generator=generator).argsort(1)[:, :pairs]

@@ -115,7 +115,7 @@ def draw(directory: Path) -> list[Path]:
 
     matplotlib.use("Agg")
 
-    figures = dict(zip(FIGURES, (_depth(), _lengths(), _spectra(), _failures()), strict=True))
+    figures: dict[str, Figure] = dict(zip(FIGURES, (_depth(), _lengths(), _spectra(), _failures()), strict=True))
     written = [directory / name for name in figure_files()]
     for file in written:
         metadata = {"Date": None} if file.suffix == ".svg" else None

@@ -38,7 +38,7 @@ def weights_hash(model: nn.Module) -> str:
     """
     digests: dict[int, str] = {}  # by id: tied weights are read once
     lines = []
-    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
     for name in sorted(tensors):
         if name.partition(".")[0] == "pooler":
@@ -104,7 +104,7 @@ def _add(digest: Any, value: Any) -> None:
 def _add_tensor(digest: Any, x: Tensor) -> None:
     digest.update(f"{x.dtype} {tuple(x.shape)} {x.layout}\n".encode())
     if hasattr(x, "__tensor_flatten__"):  # a subclass made of several tensors, such as a quantised weight of torchao
-        names, context = x.__tensor_flatten__()
+        names, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
         _add(digest, [repr(context), *(getattr(x, name) for name in names)])
     elif x.layout is torch.sparse_coo:
         x = x.coalesce()

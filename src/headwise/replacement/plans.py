@@ -19,7 +19,8 @@ from headwise.errors import InputError
 from headwise.models.fingerprint import weights_hash
 from headwise.models.inputs import max_positions
 from headwise.models.load import one_line
-from headwise.outputs import OutputDirectory, directory_for, json_text
+from headwise.output_directory import OutputDirectory, directory_for
+from headwise.outputs import json_text
 from headwise.reading import (
     anything,
     boolean,

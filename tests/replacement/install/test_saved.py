@@ -14,7 +14,7 @@ from torch import Tensor
 import headwise
 from headwise.errors import InputError
 from headwise.models.fingerprint import weights_hash
-from headwise.outputs import OutputDirectory
+from headwise.output_directory import OutputDirectory
 from headwise.replacement import Choice, Plan, load
 from headwise.replacement.install.saved import WEIGHTS, save
 from headwise.replacement.model_comparison import open_model

@@ -14,7 +14,7 @@ from headwise.examination.comparison import read_report
 from headwise.examination.measure.head_kinds import KINDS
 from headwise.examination.record import Examination
 from headwise.examination.report.report_figures import COLOURS, draw, figure_names
-from headwise.outputs import OutputDirectory, directory_for
+from headwise.output_directory import OutputDirectory, directory_for
 
 HERE = Path(__file__).parent
 

@@ -15,7 +15,8 @@ from headwise.errors import HeadwiseError, InputError
 from headwise.models.gate import UNTRUSTED, Trust, from_pretrained, one_line, quiet, transformers_library
 from headwise.models.load import LoadedModel, check_values, save_preprocessor
 from headwise.models.weight_files import check_directory
-from headwise.outputs import OutputDirectory, check_unchanged, writing
+from headwise.output_directory import OutputDirectory, check_unchanged
+from headwise.outputs import writing
 from headwise.replacement.install.other_models import RewrittenModel
 from headwise.replacement.install.transformers_models import PREFIX, check_complete, rewritten_class
 from headwise.replacement.plans import Plan, installed_choices
