@@ -15,7 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwise.errors import DtypeError, NonFiniteError, ShapeError
+from headwise.errors import DtypeError, InputError, NonFiniteError, ShapeError
+
+MOST = 2**31 - 1
+"""The largest size of anything: products of two of them still fit torch's counters."""
 
 
 def same_axis(owner: str, axis: str, **sizes: int) -> int:
@@ -26,8 +29,71 @@ def same_axis(owner: str, axis: str, **sizes: int) -> int:
     return next(iter(sizes.values()))
 
 
+def whole_numbers(owner: str, *, least: int = 1, most: int = MOST, **sizes: object) -> None:
+    """Every size is a whole number (not a bool) between `least` and `most`."""
+    for name, size in sizes.items():
+        if isinstance(size, (bool, Tensor)) or not hasattr(type(size), "__index__"):
+            raise InputError(f"{owner}: {name} must be a whole number, but is {shown(size)}")
+        if size < least:  # type: ignore[operator]
+            raise ShapeError(f"{owner}: {name} must be at least {least}, but is {shown(size)}")
+        if size > most:  # type: ignore[operator]
+            raise ShapeError(f"{owner}: {name} must be at most {most}, but is {shown(size)}")
+
+
+def whole_tuple(owner: str, name: str, sizes: object, *, least: int = 1) -> tuple[int, ...]:
+    """A sequence of whole numbers, one for each axis, as a tuple."""
+    if isinstance(sizes, (str, bytes, Tensor)) or not isinstance(sizes, Sequence):
+        raise InputError(f"{owner}: {name} must be a sequence of whole numbers, but is {shown(sizes)}")
+    whole_numbers(owner, least=least, **{f"{name}[{i}]": size for i, size in enumerate(sizes)})
+    return tuple(sizes)
+
+
+def is_generator(owner: str, generator: object) -> None:
+    """A torch.Generator, or None for torch's own."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError(f"{owner}: generator must be a torch.Generator, but is {shown(generator)}")
+
+
+def whole_pairs(owner: str, name: str, pairs: object, *, least: int = 0) -> tuple[tuple[int, int], ...]:
+    """A sequence of (before, after), one pair of whole numbers for each axis, as a tuple."""
+    if isinstance(pairs, (str, bytes, Tensor)) or not isinstance(pairs, Sequence):
+        raise InputError(f"{owner}: {name} must be a sequence of (before, after), but is {shown(pairs)}")
+    found = tuple(whole_tuple(owner, f"{name}[{axis}]", pair, least=least) for axis, pair in enumerate(pairs))
+    for axis, pair in enumerate(found):
+        if len(pair) != 2:
+            raise ShapeError(f"{owner}: {name}[{axis}] must be (before, after), but has {len(pair)} entries")
+    return found  # type: ignore[return-value]
+
+
+def truth_values(owner: str, **flags: object) -> None:
+    """Every flag is True or False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(f"{owner}: {name} must be True or False, but is {shown(flag)}")
+
+
+def are_tensors(owner: str, **tensors: object) -> None:
+    """Every argument is a tensor."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise InputError(f"{owner}: {name} must be a tensor, but is {shown(x)}")
+
+
+def shown(x: object) -> str:
+    """A short form of any value, for messages.
+
+    >>> shown("wide"), shown(None), shown([1] * 99)
+    ("'wide'", 'None', 'a list')
+    """
+    if isinstance(x, int) and x.bit_length() > 64:
+        return f"an integer of {x.bit_length()} bits"
+    text = repr(x) if isinstance(x, (str, int, float, bool, type(None))) else ""
+    return text if 0 < len(text) <= 40 else f"a {type(x).__name__}"
+
+
 def no_empty_axis(owner: str, **tensors: Tensor) -> None:
-    """Every tensor is at least 2-D and no axis has size zero."""
+    """Every argument is a tensor, at least 2-D, and no axis has size zero."""
+    are_tensors(owner, **tensors)
     for name, x in tensors.items():
         if x.dim() < 2:
             raise ShapeError(f"{owner}: {name} must be (*batch, rows, width), but has shape {tuple(x.shape)}")
@@ -37,6 +103,7 @@ def no_empty_axis(owner: str, **tensors: Tensor) -> None:
 
 def same_kind(owner: str, **tensors: Tensor) -> None:
     """One floating dtype and one device for all."""
+    are_tensors(owner, **tensors)
     for name, x in tensors.items():
         if not x.dtype.is_floating_point:
             raise DtypeError(f"{owner}: {name} must be floating point, but is {x.dtype}; convert it with .float()")
@@ -48,21 +115,59 @@ def same_kind(owner: str, **tensors: Tensor) -> None:
         raise DtypeError(f"{owner}: devices must agree, but {given}; move one with .to(device)")
 
 
-def all_finite(owner: str, **tensors: Tensor) -> None:
-    """No NaN or infinity.  Not checked while tracing or under vmap, where values cannot be read."""
-    if torch.compiler.is_compiling():
-        return
+def all_finite(owner: str, *, minus_infinity: bool = False, **tensors: Tensor) -> None:
+    """No NaN or infinity; -inf is accepted with `minus_infinity`.  Not checked where values cannot be read."""
     for name, x in tensors.items():
         x = x.detach()
-        try:
-            # one reduction in the common case; an overflowing sum of finite numbers is checked again
-            if math.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item()):
-                continue
-            bad = int((~x.isfinite()).sum().item())
-        except RuntimeError:  # vmap and functorch wrappers refuse .item()
-            return
-        if bad:
-            raise NonFiniteError(f"{owner}: {name} has {bad} non-finite of {x.numel()} entries; P would be NaN")
+        # one reduction in the common case; an overflowing sum of finite numbers is checked again
+        total = read(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
+        if total is None or math.isfinite(total) or (minus_infinity and total == -math.inf):
+            continue
+        bad = ~x.isfinite() & (x != -math.inf) if minus_infinity else ~x.isfinite()
+        if count := read(bad.sum()):
+            what = "NaN or +inf" if minus_infinity else "non-finite"
+            raise NonFiniteError(f"{owner}: {name} has {int(count)} {what} of {x.numel()} entries; P would be NaN")
+
+
+def products_fit(owner: str, scale: float, most: float, **pair: Tensor) -> None:
+    """Both tensors are finite and no product of two of their rows exceeds `most`, scaled or not.
+
+    Where values cannot be read (while tracing, under vmap, on meta) nothing is checked.
+    """
+    (first, a), (second, b) = pair.items()
+    # |a_i . b_j| <= ||a||_F ||b||_F: two reductions in the common case
+    compute = torch.promote_types(a.dtype, torch.float32)
+    norms = [read(torch.linalg.vector_norm(x.detach(), dtype=compute)) for x in (a, b)]
+    if None in norms or _largest_product(norms, scale) < most:
+        return
+    all_finite(owner, **pair)
+    rows = [read(torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64).amax()) for x in (a, b)]
+    if (largest := _largest_product(rows, scale)) >= most:
+        raise NonFiniteError(
+            f"{owner}: products of {first} and {second} may reach {largest:.1e} (rows have norms up to {rows[0]:.1e} "
+            f"and {rows[1]:.1e}, scale is {scale:.1e}), but only those below {most:.1e} are computed in {compute}; "
+            f"divide {first} or {second} by a constant"
+        )
+
+
+def _largest_product(norms: Sequence[float | None], scale: float) -> float:
+    a, b = (0.0 if norm is None else norm for norm in norms)
+    return max(a * b, a, b) * max(1.0, abs(scale))
+
+
+def read(x: Tensor) -> float | None:
+    """The number in a tensor of one element; None while tracing, under vmap and on meta, where it cannot be read."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return None
+    try:
+        return x.item()
+    except RuntimeError:  # vmap and functorch wrappers refuse .item()
+        return None
+
+
+def autocasting(device: torch.device) -> bool:
+    """Whether autocast is enabled on this device; meta has none."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def broadcast_batch(owner: str, **batches: Sequence[int]) -> torch.Size:

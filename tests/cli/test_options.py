@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from headwise.cli.options import (
     Parser,
@@ -18,6 +20,7 @@ from headwise.cli.options import (
 from headwise.cli.progress import bar
 from headwise.cli.tables import make_table
 from headwise.errors import InputError, check_extra
+from headwise.models.load import LoadedModel
 
 
 def parser() -> Parser:
@@ -80,12 +83,29 @@ def test_flags_may_be_repeated_and_names_follow_two_dashes() -> None:
 
 
 def test_a_factory_brings_its_own_batches() -> None:
-    torch = pytest.importorskip("torch")
-    from headwise.models.load import LoadedModel
-
-    loaded = LoadedModel(torch.nn.Identity(), "identity", "python:a:b", batches=iter(torch.arange(9)))
+    loaded = LoadedModel(nn.Identity(), "identity", "python:a:b", batches=iter(torch.arange(9)))
     inputs = make_inputs(parser().parse_args(["--texts", "3"]), loaded)
     assert list(inputs.batches) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--length", "64"], "--length would have no effect, because the factory returned batches"),
+        (["--text", "a.txt"], "--text would have no effect, because the factory returned batches"),
+        (["--random-tokens", "9"], "--random-tokens would have no effect"),
+    ],
+)
+def test_an_option_without_effect_beside_a_factory_is_named(argv: list[str], said: str) -> None:
+    loaded = LoadedModel(nn.Linear(2, 2), "tiny", "python:tiny:build", batches=[torch.zeros(1, 2)])
+    with pytest.raises(InputError, match=said):
+        make_inputs(parser().parse_args(argv), loaded)
+
+
+def test_a_length_beside_random_tokens_is_named() -> None:
+    loaded = LoadedModel(nn.Linear(2, 2), "tiny", "tiny")
+    with pytest.raises(InputError, match="--length would have no effect, because --random-tokens is given"):
+        make_inputs(parser().parse_args(["--length", "64", "--random-tokens", "9"]), loaded)
 
 
 def test_a_table_shows_brackets_and_never_cuts_numbers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,9 +43,9 @@ def shortening(name: str, builder, twin) -> list[Case]:
         Case(f"{name}, learned", lambda q, k, e, f: builder(q, k, dense(e), dense(f)), learned, twin),
         Case(
             f"{name}, learned, padding",
-            lambda q, k, e, f: builder(q, k, dense(e), dense(f), key_mask=PADDING),
-            learned,
-            lambda q, k, e, f: twin(q, k, e, f, key_mask=PADDING[:, None]),
+            lambda q, k, e, f, key_mask: builder(q, k, dense(e), dense(f), key_mask=key_mask),
+            {**learned, "key_mask": PADDING},
+            lambda q, k, e, f, key_mask: twin(q, k, e, f, key_mask=key_mask[:, None]),
         ),
         Case(
             f"{name}, convolution",
@@ -59,9 +59,9 @@ def shortening(name: str, builder, twin) -> list[Case]:
         cases += [
             Case(
                 f"{name}, {kind}, padding",
-                lambda q, k, e=e: builder(q, k, e, key_mask=PADDING),
-                LATE,
-                lambda q, k, e=matrix, mean=mean: twin(q, k, e, e, key_mask=PADDING[:, None], **mean),
+                lambda q, k, key_mask, e=e: builder(q, k, e, key_mask=key_mask),
+                {**LATE, "key_mask": PADDING},
+                lambda q, k, key_mask, e=matrix, mean=mean: twin(q, k, e, e, key_mask=key_mask[:, None], **mean),
             )
         ]
     return cases
@@ -78,10 +78,10 @@ def in_blocks(name: str, builder, twin) -> list[Case]:
         ),
         Case(
             f"{name}, pooling, padding",
-            lambda q, k: builder(q, k, pooling(4, 2), key_mask=PADDING),
-            SELF,
-            lambda q, k: twin(
-                q, k, *[references.projection("pooling", 4, size=2)] * 2, key_mask=PADDING[:, None], mean=True
+            lambda q, k, key_mask: builder(q, k, pooling(4, 2), key_mask=key_mask),
+            {**SELF, "key_mask": PADDING},
+            lambda q, k, key_mask: twin(
+                q, k, *[references.projection("pooling", 4, size=2)] * 2, key_mask=key_mask[:, None], mean=True
             ),
         ),
     ]
@@ -92,13 +92,19 @@ MEANS = references.projection("pooling", 150, size=50)
 
 
 def _learned(name: str, inputs, width: int, **options) -> Case:
-    key_mask = options.get("key_mask")
-    slow = options if key_mask is None else {**options, "key_mask": key_mask[:, None]}
+    masks = {"key_mask": options.pop("key_mask")} if "key_mask" in options else {}
+
+    def slow(q, k, e, f, slot_bias, key_mask=None):
+        masks = {} if key_mask is None else {"key_mask": key_mask[:, None]}
+        return references.window_low_rank(q, k, width, e, f, slot_bias, **options, **masks)
+
     return Case(
         name,
-        lambda q, k, e, f, slot_bias: window_low_rank(q, k, width, dense(e), dense(f), slot_bias, **options),
-        {**inputs, **LEARNED},
-        lambda q, k, e, f, slot_bias: references.window_low_rank(q, k, width, e, f, slot_bias, **slow),
+        lambda q, k, e, f, slot_bias, **masks: window_low_rank(
+            q, k, width, dense(e), dense(f), slot_bias, **options, **masks
+        ),
+        {**inputs, **LEARNED, **masks},
+        slow,
     )
 
 

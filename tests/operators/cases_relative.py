@@ -89,25 +89,20 @@ POSITIONAL = [
             (5, 4), centres, log_widths, queries=(2, 3), stride=(2, 1), origin=(1, -1)
         ),
     ),
-    Case(
-        "quadratic, keys masked",
-        lambda centres, log_widths: quadratic((2, 3), centres, log_widths, key_mask=SOME_KEYS[:, None]),
-        CENTRES,
-        lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths, key_mask=SOME_KEYS[:, None]),
-    ),
-    Case(
-        "quadratic, all keys masked",
-        lambda centres, log_widths: quadratic((2, 3), centres, log_widths, key_mask=NO_KEYS[:, None]),
-        CENTRES,
-        lambda centres, log_widths: references.quadratic((2, 3), centres, log_widths, key_mask=NO_KEYS[:, None]),
-    ),
-    Case(
-        "quadratic, three axes, keys masked",
-        lambda centres, log_widths: quadratic((2, 3, 2), centres, log_widths, key_mask=torch.arange(12) % 5 != 0),
-        {"centres": (3,), "log_widths": (3,)},
-        lambda centres, log_widths: references.quadratic(
-            (2, 3, 2), centres, log_widths, key_mask=torch.arange(12) % 5 != 0
-        ),
+    *(
+        Case(
+            f"quadratic, {name}",
+            lambda centres, log_widths, key_mask, grid=grid: quadratic(grid, centres, log_widths, key_mask=key_mask),
+            {**inputs, "key_mask": key_mask},
+            lambda centres, log_widths, key_mask, grid=grid: references.quadratic(
+                grid, centres, log_widths, key_mask=key_mask
+            ),
+        )
+        for name, grid, inputs, key_mask in (
+            ("keys masked", (2, 3), CENTRES, SOME_KEYS[:, None]),
+            ("all keys masked", (2, 3), CENTRES, NO_KEYS[:, None]),
+            ("three axes, keys masked", (2, 3, 2), {"centres": (3,), "log_widths": (3,)}, torch.arange(12) % 5 != 0),
+        )
     ),
     Case(
         "tables",

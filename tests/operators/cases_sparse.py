@@ -20,16 +20,16 @@ ROTATIONS = random_rotations(4, 4, 3, generator=torch.Generator().manual_seed(0)
 
 def hashing(name: str, *, shared: bool = False, **options) -> Case:
     """Hashed attention with chunks of 2; rotations are fixed so that which pairs meet does not depend on rounding."""
-    key_mask = options.get("key_mask")
-    slow = options if key_mask is None else {**options, "key_mask": key_mask.unsqueeze(1)}
-    return Case(
-        name,
-        (lambda q: hashed(q, None, ROTATIONS.to(q.dtype), chunk=2, **options))
-        if shared
-        else (lambda q, k: hashed(q, k, ROTATIONS.to(q.dtype), chunk=2, **options)),
-        {"q": (2, 3, 9, 4)} if shared else SELF,
-        lambda q, k=None: references.hashed(q, k, ROTATIONS, chunk=2, **slow),
-    )
+    masks = {"key_mask": options.pop("key_mask")} if "key_mask" in options else {}
+
+    def slow(q, k=None, key_mask=None):
+        masks = {} if key_mask is None else {"key_mask": key_mask.unsqueeze(1)}
+        return references.hashed(q, k, ROTATIONS, chunk=2, **options, **masks)
+
+    def fast(q, k=None, **masks):
+        return hashed(q, k, ROTATIONS.to(q.dtype), chunk=2, **options, **masks)
+
+    return Case(name, fast, {**({"q": (2, 3, 9, 4)} if shared else SELF), **masks}, slow)
 
 
 SPARSE = [

@@ -31,8 +31,14 @@ def same(
     """A case whose twin takes the same arguments as the builder; a key_mask (b, n) has a head axis for the twin."""
     key_mask = options.get("key_mask")
     shared = key_mask is not None and key_mask.dim() == 2
-    slow = {**options, "key_mask": key_mask.unsqueeze(1)} if shared else options
-    return Case(name, partial(build, **options), inputs or {}, partial(twin, **slow), tolerance=tolerance)
+
+    def slow(**tensors: Any) -> Tensor:
+        return twin(**({**tensors, "key_mask": tensors["key_mask"].unsqueeze(1)} if shared else tensors))
+
+    masks = {name: options.pop(name) for name in ("key_mask", "pair_mask", "attn_bias") if name in options}
+    return Case(
+        name, partial(build, **options), {**(inputs or {}), **masks}, partial(slow, **options), tolerance=tolerance
+    )
 
 
 def boolean(*shape: int, seed: int = 0, density: float = 0.6) -> Tensor:

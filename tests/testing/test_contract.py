@@ -149,6 +149,14 @@ class Restless(Honest):
         return self.p @ v * (1 + 1e-12 * len(self.calls))
 
 
+class Leaky(Honest):
+    """A masked key has weight zero, and 0 * NaN is NaN."""
+
+
+def leaky(p: Tensor, key_mask: Tensor) -> Leaky:
+    return Leaky(p.masked_fill(~key_mask, 0))
+
+
 BROKEN = [
     ("linear", Affine, "linear: error"),
     ("adjoint", WrongAdjoint, r"adjoint: <Pv, u> = <v, P\^T u> at width 1: error"),
@@ -182,8 +190,14 @@ def test_a_broken_operator_is_detected(check: str, broken: type[Honest], message
         Case(broken.__name__, broken, INPUTS, lambda p: p).check(check)
 
 
+def test_a_value_of_a_masked_key_that_leaks_is_detected() -> None:
+    inputs = {**INPUTS, "key_mask": torch.tensor([True, True, False, True])}
+    with pytest.raises(ContractError, match=r"^leaky: masked: apply with NaN and inf at masked keys: .* not finite"):
+        Case("leaky", leaky, inputs).check("masked")
+
+
 def test_every_check_has_an_operator_that_breaks_it() -> None:
-    assert {check for check, *_ in BROKEN} == set(CHECKS)
+    assert {check for check, *_ in BROKEN} | {"masked"} == set(CHECKS)
 
 
 def test_an_honest_operator_passes() -> None:

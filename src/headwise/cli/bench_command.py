@@ -14,9 +14,11 @@ from headwise.cli.options import (
     Parser,
     add_force,
     add_json,
+    add_loading,
     add_output,
     file_path,
     is_quiet,
+    load,
     nonempty,
     whole_number,
 )
@@ -63,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="q, k and v (*batch, n, width) saved by torch.save as a dictionary",
     )
+    add_loading(fidelity)
     for part, command in ((scaling, _scaling), (peers, _peers), (fidelity, _fidelity)):
         nargs = None if part is fidelity else "+"
         part.add_argument("--n", nargs=nargs, type=whole_number(2, 1 << 20), metavar="N", help="number of tokens")
@@ -179,7 +182,7 @@ def _fidelity(options: argparse.Namespace) -> int:
     if options.tensors is not None:
         layers = [_tensors(options.tensors)]
     elif options.model is not None:
-        layers = _captured(options.model, n)
+        layers = _captured(options, n)
     else:
         layers = [random_heads(n or 2048)]
     rows, refused = measure_fidelity(layers)
@@ -196,15 +199,14 @@ def _fidelity(options: argparse.Namespace) -> int:
     return 0
 
 
-def _captured(model: str, length: int | None) -> list[tuple[Any, Any, Any]]:
+def _captured(options: argparse.Namespace, length: int | None) -> list[tuple[Any, Any, Any]]:
     """q, k and v of every self-attention of a model that reads one text, scaled so that scores are q.k / sqrt(k)."""
     import torch
 
     from headwise.models.inputs import text_input
     from headwise.models.intercept import AttentionCall, intercept
-    from headwise.models.load import load_model
 
-    loaded = load_model(model)
+    loaded = load(options)
     layers = []
 
     def store(call: AttentionCall) -> None:

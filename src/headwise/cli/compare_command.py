@@ -10,7 +10,7 @@ from headwise.cli.options import (
     Parser,
     add_inputs,
     add_json,
-    add_trust,
+    add_loading,
     file_path,
     is_quiet,
     make_inputs,
@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("a", type=file_path, metavar="A", help="a directory written by examine, or a model's")
     parser.add_argument("b", type=file_path, metavar="B", help="the other one")
-    add_trust(parser)
+    add_loading(parser)
     rows = whole_number(1, 1_000_000)
     parser.add_argument("--heads", type=rows, default=10, metavar="K", help="rows to show (default: %(default)s)")
     add_json(parser, "every head")
@@ -106,7 +106,8 @@ def _models(options: argparse.Namespace) -> int:
     from headwise.replacement.model_comparison import compare_models, open_model
 
     with bar("loading the models", None, quiet=is_quiet(options)):
-        old, new = (open_model(path, trust(options)) for path in (options.a, options.b))
+        missing = options.allow_missing
+        old, new = (open_model(path, trust(options), allow_missing=missing) for path in (options.a, options.b))
     batches = make_inputs(options, old).batches
     with bar("running both models", len(batches), quiet=is_quiet(options)) as advance:
         found = compare_models(old, new, batches, progress=advance)

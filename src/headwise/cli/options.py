@@ -104,15 +104,15 @@ def file_path(text: str) -> Path:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL --allow-missing, and those of `add_trust`"""
+    """MODEL, and the options of `add_loading`"""
     parser.add_argument("model", nargs="?", type=nonempty, default="minilm", metavar="MODEL", help=MODEL_HELP)
-    add_trust(parser)
+    add_loading(parser)
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """--allow-missing --allow-pickle --trust-remote-code"""
     missing = "go on if weights are missing, with random numbers in their place"
     parser.add_argument("--allow-missing", action="store_true", help=missing)
-
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """--allow-pickle --trust-remote-code"""
     parser.add_argument("--allow-pickle", action="store_true", help="load pickled weights, which can run code")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
@@ -221,9 +221,14 @@ def make_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     from headwise.models.factory import take_batches
 
     given: dict[str, Any] = vars(options)
+    sources = [name for name in ("text", "images", "audio", "random_tokens") if given.get(name) is not None]
+    length = [] if "objective" in given else ["length"]  # a plan may be for another length than that of its texts
     if loaded.batches is not None:
+        _refuse_unused(given, [*sources, *length], "the factory returned batches of its own")
         batches = take_batches(str(loaded.source), loaded.batches, options.texts)
         return inputs.Inputs(batches, None, {"kind": "the factory's own batches"})
+    if sources not in ([], ["text"]):
+        _refuse_unused(given, length, f"--{sources[0].replace('_', '-')} is given")
     if given.get("images") is not None:
         return inputs.image_input(loaded, options.images, limit=options.texts)
     if given.get("audio") is not None:
@@ -233,3 +238,10 @@ def make_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
         return inputs.random_tokens(loaded, options.random_tokens, texts=options.texts, seed=seed)
     batch = given.get("batch", 1)
     return inputs.text_input(loaded, options.text, length=options.length, texts=options.texts, batch=batch)
+
+
+def _refuse_unused(given: dict[str, Any], names: Sequence[str], reason: str) -> None:
+    """Raise InputError for an option that would have no effect."""
+    for name in names:
+        if given.get(name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} would have no effect, because {reason}; leave it out")

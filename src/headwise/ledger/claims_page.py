@@ -10,7 +10,7 @@ from headwise.theory.verdict import Verdict
 
 HEAD = """# Claims
 
-Claims that five texts on the mathematics of attention make, each tested by computation. `headwise verify --docs
+Claims that five texts on the mathematics of attention make, each tested by computation. `headwise verify --force --docs
 docs/claims.md` writes this page; `headwise verify --claim ID` repeats one test.
 
 * **HOLDS**: true as printed.

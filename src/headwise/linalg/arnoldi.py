@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.linalg.basis import checked_map, extend, gaussian_blocks, outside, size, work_dtype
+from headwise.linalg.basis import checked_map, checked_shape, extend, gaussian_blocks, outside, size, work_dtype
 from headwise.linalg.spectrum import rounding
+from headwise.shapes import whole_numbers
 
 
 @final
@@ -57,7 +58,8 @@ def eigenvalues(
     >>> eigenvalues(lambda v: p @ v, p.shape, 2, like=p).values.imag.abs().tolist()
     [1.0, 1.0]
     """
-    *batch, m, n = shape
+    *batch, m, n = shape = checked_shape("eigenvalues", shape)
+    whole_numbers("eigenvalues", least=0, r=r, block=block, steps=1 if steps is None else steps)
     if m != n:
         raise ShapeError(f"eigenvalues: P must be square, but is {m} x {n}; use singular_values")
     if not 1 <= r <= n:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from headwise.errors import DtypeError, NonFiniteError, ShapeError
+from headwise.errors import DtypeError, InputError, NonFiniteError, ShapeError
+from headwise.shapes import are_tensors, is_generator, shown, whole_tuple
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -19,12 +20,16 @@ def checked_map(
     owner: str, call: Callable[[Tensor], Tensor], like: Tensor, rows: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
     """`call` with inputs and outputs in working precision, and its output checked: shape (*rows, c), finite."""
+    if not callable(call):
+        raise InputError(f"{owner}: P is given by callables that map tensors to tensors, but one is {shown(call)}")
+    are_tensors(owner, like=like)
     if not like.dtype.is_floating_point:
         raise DtypeError(f"{owner}: like must be floating point, but is {like.dtype}; convert it with .float()")
     work = work_dtype(like.dtype)
 
     def run(x: Tensor) -> Tensor:
         y = call(x.to(like.dtype))
+        are_tensors(owner, **{"the result of the operator": y})
         if y.shape != (*rows, x.shape[-1]):
             raise ShapeError(
                 f"{owner}: {tuple(x.shape)} was mapped to {tuple(y.shape)}, but {(*rows, x.shape[-1])} was expected"
@@ -38,11 +43,20 @@ def checked_map(
     return run
 
 
+def checked_shape(owner: str, shape: object) -> tuple[int, ...]:
+    """(*batch, m, n)"""
+    sizes = whole_tuple(owner, "shape", shape, least=0)
+    if len(sizes) < 2:
+        raise ShapeError(f"{owner}: shape must be (*batch, m, n), but is {sizes}")
+    return sizes
+
+
 def gaussian_blocks(block: int, like: Tensor, generator: torch.Generator | None) -> Callable[[int], Tensor]:
     """rows -> a new Gaussian block, the same for the whole batch: a head's result does not depend on the other heads.
 
     Without a generator the blocks are the same in every call, and the global random state does not change.
     """
+    is_generator("gaussian_blocks", generator)
     source = torch.Generator().manual_seed(0) if generator is None else generator
     work = work_dtype(like.dtype)
     return lambda rows: torch.randn(rows, block, generator=source, device=source.device, dtype=work).to(like.device)

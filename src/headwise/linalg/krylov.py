@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.linalg.basis import checked_map, extend, gaussian_blocks, outside, size, work_dtype
+from headwise.linalg.basis import checked_map, checked_shape, extend, gaussian_blocks, outside, size, work_dtype
 from headwise.linalg.spectrum import Spectrum, exact_spectrum, rounding
+from headwise.shapes import whole_numbers
 
 __all__ = ["Spectrum", "Triplets", "singular_values", "singular_vectors"]
 
@@ -79,6 +80,7 @@ def singular_values(
     >>> singular_values(lambda v: p @ v, lambda u: p.mT @ u, p.shape, 2, like=p).values
     tensor([3., 2.], dtype=torch.float64)
     """
+    shape = checked_shape("singular_values", shape)
     if shape[-1] > shape[-2]:
         # the transpose is tall, so that neither basis has more columns than rows
         apply, adjoint, shape = adjoint, apply, (*shape[:-2], shape[-1], shape[-2])
@@ -107,6 +109,7 @@ def singular_vectors(
     >>> (t.left * t.spectrum.values @ t.right.mT).round().abs()[0, 0].item()
     3.0
     """
+    shape = checked_shape("singular_vectors", shape)
     if shape[-1] > shape[-2]:
         flipped = (*shape[:-2], shape[-1], shape[-2])
         t = singular_vectors(adjoint, apply, flipped, r, like=like, generator=generator, block=block, steps=steps)
@@ -125,6 +128,7 @@ def singular_vectors(
 
 def _steps(shape: Sequence[int], r: int, block: int, steps: int | None) -> int:
     """The number of block steps, after checking r, block and steps."""
+    whole_numbers("singular_values", least=0, r=r, block=block, steps=1 if steps is None else steps)
     m, n = shape[-2], shape[-1]
     if min(m, n) < 1:
         raise ShapeError(f"singular_values: P is {m} x {n}: an empty axis has no spectrum")
@@ -146,8 +150,8 @@ def _steps(shape: Sequence[int], r: int, block: int, steps: int | None) -> int:
 def _whole(apply: Callable[[Tensor], Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
     """P itself, in float64."""
     *batch, m, n = shape
-    eye = torch.eye(n, dtype=work_dtype(like.dtype), device=like.device).expand(*batch, n, n)
-    return checked_map("singular_values", apply, like, (*batch, m))(eye).double()
+    forward = checked_map("singular_values", apply, like, (*batch, m))
+    return forward(torch.eye(n, dtype=work_dtype(like.dtype), device=like.device).expand(*batch, n, n)).double()
 
 
 @final

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwise.errors import InputError, UnsupportedError
 from headwise.linalg.spectrum import Spectrum
+from headwise.shapes import shown
 
 
 def effective_rank(spectrum: Spectrum) -> Tensor:  # (*batch,)
@@ -21,6 +22,7 @@ def effective_rank(spectrum: Spectrum) -> Tensor:  # (*batch,)
     >>> round(effective_rank(dense_spectrum(torch.eye(5))).item(), 6)
     5.0
     """
+    _is_spectrum("effective_rank", spectrum)
     if not spectrum.complete:
         raise UnsupportedError(
             f"effective_rank: needs all {spectrum.count} singular values, but {spectrum.values.shape[-1]} are given; "
@@ -36,6 +38,7 @@ def effective_rank_bounds(spectrum: Spectrum) -> tuple[Tensor, Tensor]:
     and highest when they are equal and as large as sigma_r and the missing energy allow.  The `errors` of the values
     are not propagated.
     """
+    _is_spectrum("effective_rank_bounds", spectrum)
     values, missing = spectrum.values, spectrum.count - spectrum.values.shape[-1]
     low = _exp_entropy(values, torch.zeros_like(values[..., 0]), 1)
     if missing == 0:
@@ -63,6 +66,7 @@ def stable_rank(spectrum: Spectrum) -> Tensor:  # (*batch,)
     >>> round(stable_rank(dense_spectrum(torch.diag(torch.tensor([2.0, 1.0, 1.0])))).item(), 6)
     1.5
     """
+    _is_spectrum("stable_rank", spectrum)
     top = spectrum.values[..., 0].square()
     ratio = _total("stable_rank", spectrum) / top.clamp_min(torch.finfo(top.dtype).tiny)
     return torch.where(top > 0, ratio, 0.0)
@@ -75,8 +79,11 @@ def numeric_rank(spectrum: Spectrum, tolerance: float) -> Tensor:  # (*batch,) i
     >>> numeric_rank(dense_spectrum(torch.diag(torch.tensor([1.0, 0.5, 1e-9]))), 1e-6).item()
     2
     """
-    if not 0 <= tolerance < 1:
-        raise InputError(f"numeric_rank: tolerance is relative to sigma_1 and must lie in [0, 1), but is {tolerance}")
+    _is_spectrum("numeric_rank", spectrum)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
+        raise InputError(
+            f"numeric_rank: tolerance is relative to sigma_1 and must lie in [0, 1), but is {shown(tolerance)}"
+        )
     above = spectrum.values > tolerance * spectrum.values[..., :1]
     if not spectrum.complete and above[..., -1].any():
         raise UnsupportedError(
@@ -92,6 +99,7 @@ def energy(spectrum: Spectrum) -> Tensor:  # (*batch, r)
     High energy does not imply a small error of P V: with an attention sink, most of the energy multiplies a small value
     vector.
     """
+    _is_spectrum("energy", spectrum)
     total = _total("energy", spectrum).unsqueeze(-1)
     share = spectrum.values.square().cumsum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
     return torch.where(total > 0, share.clamp_max(1.0), 1.0)
@@ -104,6 +112,7 @@ def low_rank_error(spectrum: Spectrum) -> Tensor:  # (*batch, r)
     >>> low_rank_error(dense_spectrum(torch.diag(torch.tensor([4.0, 3.0]))))
     tensor([0.6000, 0.0000], dtype=torch.float64)
     """
+    _is_spectrum("low_rank_error", spectrum)
     total = _total("low_rank_error", spectrum)
     square = spectrum.values.square()
     # summed from the small end: 1 - energy cancels once the tail is below 1e-16 of the total
@@ -111,6 +120,11 @@ def low_rank_error(spectrum: Spectrum) -> Tensor:  # (*batch, r)
     missing = torch.zeros_like(total) if spectrum.complete else (total - square.sum(-1)).clamp_min(0)
     share = (after + missing.unsqueeze(-1)) / total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
     return share.clamp_min(0).sqrt()
+
+
+def _is_spectrum(owner: str, spectrum: object) -> None:
+    if not isinstance(spectrum, Spectrum):
+        raise InputError(f"{owner}: spectrum must be a Spectrum, as dense_spectrum returns, but is {shown(spectrum)}")
 
 
 def _total(owner: str, spectrum: Spectrum) -> Tensor:

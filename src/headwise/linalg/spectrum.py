@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from headwise.shapes import all_finite, no_empty_axis
+from headwise.shapes import all_finite, no_empty_axis, same_kind
 
 
 @final
@@ -61,5 +61,6 @@ def dense_spectrum(p: Tensor) -> Spectrum:  # (*batch, m, n)
     tensor([1., 1., 1.], dtype=torch.float64)
     """
     no_empty_axis("dense_spectrum", p=p)
+    same_kind("dense_spectrum", p=p)
     all_finite("dense_spectrum", p=p)
     return exact_spectrum(torch.linalg.svdvals(p.double()), p.dtype, p.shape, min(p.shape[-2:]))

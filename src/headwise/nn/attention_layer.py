@@ -15,12 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import ShapeError, UnsupportedError
+from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.nn.ragged_heads import HeadLayout, head_slices, head_widths
 from headwise.operators.base import AttentionOperator
 from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
-from headwise.shapes import broadcast_batch, broadcasts_to, no_empty_axis, same_axis, same_kind
+from headwise.shapes import (
+    are_tensors,
+    autocasting,
+    broadcast_batch,
+    broadcasts_to,
+    no_empty_axis,
+    same_axis,
+    same_kind,
+    shown,
+    truth_values,
+    whole_numbers,
+    whole_tuple,
+)
 
 Builder = Callable[..., AttentionOperator]
 """`(q, k, **masks) -> operator` with q (*batch, h, m, k), k (*batch, h, n, k); an nn.Module if it has parameters."""
@@ -45,14 +57,16 @@ class AttentionLayer(nn.Module, ABC):
     ) -> None:
         super().__init__()
         name = type(self).__name__
+        if not callable(build):
+            raise InputError(f"{name}: build must be the builder of an operator, but is {shown(build)}")
         self.width, self.heads, self.build = width, heads, build
         self.out_width = width if out_width is None else out_width
         context_width = width if context_width is None else context_width
         self.context_widths = context_width if isinstance(context_width, tuple) else (context_width, context_width)
-        sizes = {"width": width, "out_width": self.out_width, "context_width": min(self.context_widths)}
-        for axis, size in sizes.items():
-            if size < 1:
-                raise ShapeError(f"{name}: {axis} must be at least 1, but is {size}")
+        whole_numbers(name, width=width, out_width=self.out_width)
+        if len(whole_tuple(name, "context_width", self.context_widths)) != 2:
+            raise ShapeError(f"{name}: context_width must be one width or (keys, values), but is {context_width}")
+        truth_values(name, bias=bias, out_bias=bias if out_bias is None else out_bias)
         self.key_heads = HeadLayout(head_widths(name, "k", heads, key_width, width))
         self.value_heads = HeadLayout(head_widths(name, "d", heads, value_width, width))
         if self.key_heads.ragged:
@@ -91,7 +105,10 @@ class AttentionLayer(nn.Module, ABC):
             scale = [math.sqrt(widest / width) for width in self.key_widths]
             q = q * torch.tensor(scale, dtype=q.dtype, device=q.device)[:, None, None]
         batch = broadcast_batch(type(self).__name__, queries=q.shape[:-3], keys=k.shape[:-3])
-        return self.build(q, k, **self._checked_masks((*batch, self.heads, q.shape[-2], k.shape[-2]), **masks))
+        operator = self.build(q, k, **self._checked_masks((*batch, self.heads, q.shape[-2], k.shape[-2]), **masks))
+        if not isinstance(operator, AttentionOperator):
+            raise InputError(f"{type(self).__name__}: build must return an operator, but returns {shown(operator)}")
+        return operator
 
     def output(self, operator: AttentionOperator, context: Tensor) -> Tensor:
         """concat_h(P_h V_h) W_o + b_o with values projected from `context`: the second half of `forward`."""
@@ -102,6 +119,8 @@ class AttentionLayer(nn.Module, ABC):
         name, (*batch, _, m, n) = type(self).__name__, shape
         for kind in ("pair_mask", "attn_bias"):
             x = masks[kind]
+            if x is not None:
+                are_tensors(name, **{kind: x})
             if x is not None and x.dim() not in (2, len(shape)):
                 raise ShapeError(
                     f"{name}: {kind} has shape {tuple(x.shape)}; it must be (m, n) = {(m, n)} or "
@@ -109,6 +128,7 @@ class AttentionLayer(nn.Module, ABC):
                     "one mask per sequence is (b, 1, m, n), one per head is (1, h, m, n)"
                 )
         if key_mask is not None:  # it has no axis for heads
+            are_tensors(name, key_mask=key_mask)
             broadcasts_to(name, "key_mask", key_mask, (*batch, n))
             key_mask = key_mask.reshape(*(1,) * (len(batch) + 1 - key_mask.dim()), *key_mask.shape).unsqueeze(-2)
         return Mask.checked(name, m, n, key_mask=key_mask, batch=shape[:-2], **masks).arguments()
@@ -117,7 +137,7 @@ class AttentionLayer(nn.Module, ABC):
         owner = type(self).__name__
         no_empty_axis(owner, **{name: x})
         same_axis(owner, "width", layer=width, **{name: x.shape[-1]})
-        if not torch.is_autocast_enabled(x.device.type):
+        if not autocasting(x.device):
             same_kind(owner, **{name: x, "weight": projection.weight})
 
     def resize_(self, *, key_widths: Sequence[int] | None = None, value_widths: Sequence[int] | None = None) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.linear.projections import Projection, convolution, dense
+from headwise.shapes import no_empty_axis, shown, truth_values, whole_numbers
 
 Fit = Literal["slice", "interpolate"]
 FromProjections = Callable[..., AttentionOperator]
@@ -35,6 +36,13 @@ class _LearnedMatrices(nn.Module):
     ) -> None:
         super().__init__()
         ((name, size),) = columns.items()
+        owner = type(self).__name__
+        if not callable(operator):
+            raise InputError(f"{owner}: operator must be a builder such as projected, but is {shown(operator)}")
+        whole_numbers(owner, **columns)
+        whole_numbers(owner, least=0, rank=rank)
+        whole_numbers(owner, heads=1 if heads is None else heads)
+        truth_values(owner, shared=shared)
         if not 1 <= rank <= size:
             raise ShapeError(f"{type(self).__name__}: rank must be between 1 and {name} = {size}, but is {rank}")
         self.operator, self.rank = operator, rank
@@ -68,6 +76,7 @@ class LearnedProjection(_LearnedMatrices):
         self.length, self.fit = length, fit
 
     def forward(self, q: Tensor, k: Tensor, **masks: object) -> AttentionOperator:
+        no_empty_axis("LearnedProjection", k=k)
         n = k.shape[-2]
         return self.operator(q, k, self.fitted(self.e, n), None if self.f is None else self.fitted(self.f, n), **masks)
 
@@ -110,10 +119,12 @@ class LearnedConvolution(nn.Module):
     def __init__(self, operator: FromProjections, stride: int, width: int | None = None) -> None:
         super().__init__()
         width = stride if width is None else width
-        if stride < 1 or width < 1:
-            raise ShapeError(f"LearnedConvolution: stride and width must be at least 1, but are {stride} and {width}")
+        if not callable(operator):
+            raise InputError(f"LearnedConvolution: operator must be a builder, but is {shown(operator)}")
+        whole_numbers("LearnedConvolution", stride=stride, width=width)
         self.operator, self.stride = operator, stride
         self.weight = nn.Parameter(torch.full((width,), 1 / width))  # starts as the mean
 
     def forward(self, q: Tensor, k: Tensor, **masks: object) -> AttentionOperator:
+        no_empty_axis("LearnedConvolution", k=k)
         return self.operator(q, k, convolution(k.shape[-2], self.stride, self.weight), **masks)

@@ -13,8 +13,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import InputError, ShapeError
+from headwise.errors import DtypeError, InputError, ShapeError
 from headwise.nn.multihead import MultiHead
+from headwise.shapes import are_tensors, shown, truth_values, whole_numbers
 
 
 def masks_from_torch(
@@ -28,6 +29,14 @@ def masks_from_torch(
 
     As in torch, `is_causal` is only a hint that `attn_mask` is causal; the mask itself is used.
     """
+    whole_numbers("masks_from_torch", heads=heads)
+    truth_values("masks_from_torch", is_causal=is_causal)
+    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        if mask is None:
+            continue
+        are_tensors("masks_from_torch", **{name: mask})
+        if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+            raise DtypeError(f"masks_from_torch: {name} must be boolean or floating point, but is {mask.dtype}")
     if is_causal and attn_mask is None:
         raise InputError("masks_from_torch: is_causal is a hint about attn_mask, which is missing; pass causal=True")
     masks: dict[str, Any] = {}
@@ -68,6 +77,9 @@ class DropIn(nn.Module):
 
     def __init__(self, layer: MultiHead, *, batch_first: bool = True) -> None:
         super().__init__()
+        if not isinstance(layer, MultiHead):
+            raise InputError(f"DropIn: layer must be a MultiHead, but is {shown(layer)}")
+        truth_values("DropIn", batch_first=batch_first)
         self.layer, self.batch_first = layer, batch_first
         self.num_heads, self.embed_dim = layer.heads, layer.width
 
@@ -82,6 +94,7 @@ class DropIn(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        are_tensors("DropIn", query=query, key=key, value=value)
         if not self.batch_first and query.dim() == 3:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         masks = masks_from_torch(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ShapeError
 from headwise.operators.relative.encodings import cells, sinusoidal
+from headwise.shapes import autocasting, same_kind, whole_numbers, whole_tuple
 
 
 @final
@@ -28,8 +29,10 @@ class PatchEmbedding(nn.Module):
         self, channels: int, patch_size: Sequence[int], width: int, stride: Sequence[int] | None = None
     ) -> None:
         super().__init__()
-        size, step = tuple(patch_size), tuple(patch_size if stride is None else stride)
-        if not 1 <= len(size) <= 3 or len(step) != len(size) or min(*size, *step) < 1:
+        size = whole_tuple("PatchEmbedding", "patch_size", patch_size)
+        step = size if stride is None else whole_tuple("PatchEmbedding", "stride", stride)
+        whole_numbers("PatchEmbedding", channels=channels, width=width)
+        if not 1 <= len(size) <= 3 or len(step) != len(size):
             raise ShapeError(
                 f"PatchEmbedding: patch_size and stride need one to three axes each, but are {size} and {step}"
             )
@@ -44,10 +47,15 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         axes = len(self.patch_size)
+        same_kind("PatchEmbedding", x=x)
+        if not autocasting(x.device):
+            same_kind("PatchEmbedding", x=x, weight=self.project.weight)
         if x.dim() != axes + 2 or x.shape[1] != self.channels:
             raise ShapeError(
                 f"PatchEmbedding: x must be (b, {self.channels}, {axes} grid axes), but has shape {tuple(x.shape)}"
             )
+        if 0 in x.shape:
+            raise ShapeError(f"PatchEmbedding: x has shape {tuple(x.shape)}: an empty axis has no patches")
         if any(side < size for side, size in zip(x.shape[2:], self.patch_size, strict=True)):
             raise ShapeError(
                 f"PatchEmbedding: a grid of {tuple(x.shape[2:])} is smaller than a patch of {self.patch_size}"
@@ -58,4 +66,5 @@ class PatchEmbedding(nn.Module):
 
 def frame_embedding(size: int, width: int, *, hop: int | None = None, channels: int = 1) -> PatchEmbedding:
     """(b, channels, samples) -> (b, n, width): frames of `size` samples, `hop` samples apart (default: `size`)."""
+    whole_numbers("frame_embedding", size=size)
     return PatchEmbedding(channels, (size,), width, None if hop is None else (hop,))

@@ -16,6 +16,7 @@ from headwise.nn.attention_layer import Builder
 from headwise.nn.multihead import MultiHead
 from headwise.nn.reversible import Reversible
 from headwise.operators.softmax import softmax
+from headwise.shapes import no_empty_axis, same_axis, same_kind, shown, truth_values, whole_numbers
 
 
 class Residual(nn.Module):
@@ -33,6 +34,9 @@ class Residual(nn.Module):
             return self.norm(x + self.dropout(self.part(x, **masks)))
         y = self.dropout(self.part(self.norm(x), **masks))
         return x + y if self.skip else y
+
+
+MOST_LAYERS = 10_000
 
 
 @final
@@ -66,8 +70,18 @@ class Encoder(nn.Module):
         reversible: bool = False,
     ) -> None:
         super().__init__()
+        self.width = width
+        whole_numbers("Encoder", least=0, most=MOST_LAYERS, depth=depth)
         if depth < 1:
             raise InputError(f"Encoder: depth must be at least 1, but is {depth}")
+        whole_numbers("Encoder", width=width, hidden=1 if hidden is None else hidden)
+        truth_values("Encoder", norm_first=norm_first, reversible=reversible)
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise InputError(f"Encoder: dropout must be a number from 0 up to 1, but is {shown(dropout)}")
+        if not callable(build) and not isinstance(build, Sequence):
+            raise InputError(f"Encoder: build must be a builder or one for each layer, but is {shown(build)}")
+        if layer is not None and (not callable(layer) or isinstance(layer, nn.Module)):
+            raise InputError(f"Encoder: layer must make a layer when it is called, but is {shown(layer)}")
         builders = [build] * depth if callable(build) else list(build)
         if len(builders) != depth:
             raise InputError(f"Encoder: build has {len(builders)} operators for a depth of {depth}; give one per layer")
@@ -76,6 +90,8 @@ class Encoder(nn.Module):
                 "Encoder: a norm after the sum cannot be inverted; use norm_first=True for a reversible encoder"
             )
         mixers = [MultiHead(width, heads, build=one) if layer is None else layer() for one in builders]
+        if not all(isinstance(mixer, nn.Module) for mixer in mixers):
+            raise InputError(f"Encoder: layer must return an nn.Module, but returns {shown(mixers[0])}")
         hidden = 4 * width if hidden is None else hidden
         forwards = [_feed_forward(width, hidden) for _ in range(depth)]
         self.reversible: Reversible | None = None
@@ -90,6 +106,10 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
         """`key_mask` (*batch, n), True = attend."""
+        no_empty_axis("Encoder", x=x)
+        same_axis("Encoder", "width", layer=self.width, x=x.shape[-1])
+        same_kind("Encoder", x=x)
+        truth_values("Encoder", causal=causal)
         # only masks that are given: another `layer` need not support them
         masks: dict[str, object] = {"causal": True} if causal else {}
         masks |= {} if key_mask is None else {"key_mask": key_mask}

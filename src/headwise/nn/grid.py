@@ -15,6 +15,7 @@ from headwise.errors import ShapeError
 from headwise.nn.attention_layer import Context
 from headwise.nn.multihead import MultiHead
 from headwise.operators.base import AttentionOperator
+from headwise.shapes import are_tensors
 
 
 @final
@@ -50,6 +51,7 @@ def _context_tokens(context: Context | None) -> Context | None:
 
 def _tokens(name: str, x: Tensor) -> Tensor:
     """(b, c, *grid) -> (b, n, c)"""
+    are_tensors("GridAttention", **{name: x})
     if x.dim() < 3 or 0 in x.shape:
         raise ShapeError(f"GridAttention: {name} must be (b, c, *grid) without empty axes, but is {tuple(x.shape)}")
     return x.flatten(2).transpose(1, 2)
@@ -59,6 +61,7 @@ def _flat_masks(masks: dict[str, Any], x: Tensor, context: Context | None) -> di
     key_mask = masks.get("key_mask")
     if key_mask is None:
         return masks
+    are_tensors("GridAttention", key_mask=key_mask)
     keys = x if context is None else context[0] if isinstance(context, tuple) else context
     expected = (keys.shape[0], *keys.shape[2:])
     if tuple(key_mask.shape) != expected:

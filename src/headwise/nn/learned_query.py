@@ -18,6 +18,7 @@ from headwise.errors import ShapeError
 from headwise.nn.attention_layer import AttentionLayer, Builder
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
+from headwise.shapes import autocasting, whole_numbers
 
 
 @final
@@ -54,6 +55,7 @@ class LearnedQuery(AttentionLayer):
             out_bias=out_bias,
             out_width=out_width,
         )
+        whole_numbers("LearnedQuery", least=0, queries=queries)
         if queries < 1:
             raise ShapeError(f"LearnedQuery: axis 'm' must be at least 1, but queries is {queries}")
         # unit variance, like projections of normalised tokens; near zero all queries would give the mean
@@ -76,7 +78,7 @@ class LearnedQuery(AttentionLayer):
         """The P (*batch, h, queries, n) that `forward` applies to the values."""
         self._check_input("x", x, self.width, self.key)
         q = self.project_queries(x)
-        if torch.is_autocast_enabled(x.device.type):
+        if autocasting(x.device):
             q = q.to(torch.get_autocast_dtype(x.device.type))  # there is no query projection to do it
         return self._operator(q, x, causal=False, key_mask=key_mask, pair_mask=pair_mask, attn_bias=attn_bias)
 

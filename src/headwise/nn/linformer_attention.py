@@ -14,6 +14,8 @@ from headwise.errors import UnsupportedError
 from headwise.nn.builders import Fit, LearnedProjection
 from headwise.nn.multihead import MultiHead
 from headwise.operators.linear.projected import projected
+from headwise.operators.masks import Mask
+from headwise.shapes import autocasting, no_empty_axis, same_kind, truth_values
 
 
 @final
@@ -44,12 +46,20 @@ class LinformerAttention(nn.Module):
 
     def forward(self, x: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
         """`key_mask` (*batch, n), True = attend; outputs there equal those of the sequence without padding."""
+        owner = "LinformerAttention"
+        truth_values(owner, causal=causal)
         if causal:
             raise UnsupportedError(
                 "LinformerAttention: E mixes positions, so queries would attend to later keys; use MultiHead with "
                 "LearnedBlocks(projected_blocks, ...)"
             )
+        no_empty_axis(owner, x=x)
+        same_kind(owner, x=x)
+        if not autocasting(x.device):
+            same_kind(owner, x=x, weight=self.attend.query.weight)
         learned, n = self.projection, x.shape[-2]
+        if key_mask is not None:
+            key_mask = Mask.checked(owner, n, n, key_mask=key_mask, batch=x.shape[:-2], device=x.device).key_mask
         context = x if key_mask is None else x.masked_fill(~key_mask.unsqueeze(-1), 0)
         keys = learned.fitted(learned.e, n).apply(context)
         values = keys if learned.f is None else learned.fitted(learned.f, n).apply(context)

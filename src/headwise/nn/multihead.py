@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import UnsupportedError
+from headwise.errors import InputError, UnsupportedError
 from headwise.nn.attention_layer import AttentionLayer, Context, _linear
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
@@ -85,6 +85,8 @@ class MultiHead(AttentionLayer):
     def _contexts(self, x: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
         """The tensors that keys and values are projected from, checked."""
         self._check_input("x", x, self.width, self.query)
+        if isinstance(context, tuple) and len(context) != 2:
+            raise InputError(f"MultiHead: context must be a tensor or (keys, values), but has {len(context)} entries")
         keys_from, values_from = context if isinstance(context, tuple) else (context, context)
         keys_from, values_from = (x if source is None else source for source in (keys_from, values_from))
         self._check_input("context (keys)", keys_from, self.context_widths[0], self.key)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError
+from headwise.shapes import whole_numbers, whole_tuple
+
+MOST_HEADS = 2**20
 
 
 def head_widths(owner: str, axis: str, heads: int, width: int | Sequence[int] | None, total: int) -> tuple[int, ...]:
@@ -17,6 +20,7 @@ def head_widths(owner: str, axis: str, heads: int, width: int | Sequence[int] | 
     >>> head_widths("MultiHead", "k", 2, None, 8), head_widths("MultiHead", "k", 2, (3, 5), 8)
     ((4, 4), (3, 5))
     """
+    whole_numbers(owner, least=0, heads=heads)
     if heads < 1:
         raise ShapeError(f"{owner}: axis 'h' must be at least 1, but heads is {heads}")
     if width is None:
@@ -25,7 +29,12 @@ def head_widths(owner: str, axis: str, heads: int, width: int | Sequence[int] | 
                 f"{owner}: width {total} does not divide into {heads} heads; give axis {axis!r} a width per head"
             )
         width = total // heads
-    widths = (width,) * heads if isinstance(width, int) else tuple(int(w) for w in width)
+    whole_numbers(owner, most=MOST_HEADS, heads=heads)
+    if isinstance(width, Sequence):
+        widths = whole_tuple(owner, f"axis {axis!r}", width, least=0)
+    else:
+        whole_numbers(owner, **{f"axis {axis!r}": width})
+        widths = (width,) * heads
     if len(widths) != heads:
         raise ShapeError(
             f"{owner}: axis {axis!r} has {len(widths)} widths {widths} for {heads} heads; give one per head"
@@ -41,7 +50,7 @@ def head_slices(widths: Sequence[int]) -> tuple[slice, ...]:
     >>> head_slices((3, 5))
     (slice(0, 3, None), slice(3, 8, None))
     """
-    ends = tuple(accumulate(widths))
+    ends = tuple(accumulate(whole_tuple("head_slices", "widths", widths)))
     return tuple(slice(end - width, end) for width, end in zip(widths, ends, strict=True))
 
 

@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from headwise.cost import Cost
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.shapes import no_empty_axis, same_axis
+from headwise.operators.masks import Mask
+from headwise.shapes import autocasting, no_empty_axis, same_axis, same_kind, truth_values, whole_numbers
 
 
 @final
@@ -22,6 +23,8 @@ class Recurrent(nn.Module):
 
     def __init__(self, width: int, *, causal: bool = False) -> None:
         super().__init__()
+        whole_numbers("Recurrent", least=0, width=width)
+        truth_values("Recurrent", causal=causal)
         if width < 1 or (width % 2 and not causal):
             raise ShapeError(f"Recurrent: width must be even to be split over two directions, but is {width}")
         self.width, self.causal = width, causal
@@ -32,17 +35,22 @@ class Recurrent(nn.Module):
         """`key_mask` (*batch, n) must be True at leading positions; outputs at the others are the output bias."""
         no_empty_axis("Recurrent", x=x)
         same_axis("Recurrent", "width", layer=self.width, x=x.shape[-1])
+        same_kind("Recurrent", x=x)
+        if not autocasting(x.device):
+            same_kind("Recurrent", x=x, weight=self.out.weight)
+        truth_values("Recurrent", causal=causal)
         if causal and not self.causal:
             raise UnsupportedError("Recurrent: this layer runs in both directions; build it with causal=True")
         *batch, n, _ = x.shape
         flat = x.reshape(-1, n, self.width)
-        return self.out(self._states(flat, key_mask, n)).reshape(*batch, n, self.width)
+        return self.out(self._states(flat, key_mask, batch, n)).reshape(*batch, n, self.width)
 
-    def _states(self, x: Tensor, key_mask: Tensor | None, n: int) -> Tensor:
+    def _states(self, x: Tensor, key_mask: Tensor | None, batch: list[int], n: int) -> Tensor:
         if key_mask is None:
             return self.gru(x)[0]
-        same_axis("Recurrent", "n", x=n, key_mask=key_mask.shape[-1])
-        visible = key_mask.reshape(-1, n).expand(x.shape[0], n)
+        key_mask = Mask.checked("Recurrent", n, n, key_mask=key_mask, batch=batch, device=x.device).key_mask
+        assert key_mask is not None
+        visible = key_mask.expand(*batch, n).reshape(-1, n)
         lengths = visible.sum(-1)
         if not bool((visible == (torch.arange(n, device=x.device) < lengths.unsqueeze(-1))).all()):
             raise UnsupportedError("Recurrent: padding must follow the tokens; use right-padded sequences")

@@ -30,6 +30,17 @@ from headwise.operators.compose import per_head
 from headwise.operators.relative.positional import Positional
 from headwise.operators.relative.quadratic import log_width, quadratic
 from headwise.operators.relative.shift import Border, shift
+from headwise.shapes import (
+    MOST,
+    are_tensors,
+    autocasting,
+    broadcasts_to,
+    same_kind,
+    shown,
+    whole_numbers,
+    whole_pairs,
+    whole_tuple,
+)
 
 PAD_MODES = {"zeros": "constant", "replicate": "replicate", "reflect": "reflect", "circular": "circular"}
 """Border -> mode of `torch.nn.functional.pad`."""
@@ -52,6 +63,10 @@ class ConvolutionGeometry:
     groups: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("kernel_size", "stride", "dilation"):
+            whole_tuple("ConvolutionGeometry", name, getattr(self, name), least=0)
+        whole_pairs("ConvolutionGeometry", "padding", self.padding, least=-MOST)
+        whole_numbers("ConvolutionGeometry", least=0, in_channels=self.in_channels, groups=self.groups)
         sizes = {
             "kernel_size": self.kernel_size,
             "stride": self.stride,
@@ -64,7 +79,7 @@ class ConvolutionGeometry:
             raise InputError(f"ConvolutionGeometry: sizes must be at least 1, but got {self}")
         if min(itertools.chain(*self.padding)) < 0:
             raise InputError(f"ConvolutionGeometry: padding must not be negative, but is {self.padding}")
-        if self.border not in PAD_MODES:
+        if not isinstance(self.border, str) or self.border not in PAD_MODES:
             raise InputError(f"ConvolutionGeometry: border must be one of {', '.join(PAD_MODES)}, not {self.border!r}")
         if self.in_channels % self.groups:
             raise InputError(
@@ -132,6 +147,7 @@ class ConvolutionGeometry:
     def check_input(self, owner: str, x: Tensor, weight: Tensor) -> None:
         """Raise ShapeError unless x is (b, channels, *grid) or (channels, *grid) and the kernel fits into the grid."""
         axes = self.axes
+        are_tensors(owner, x=x)
         if x.dim() not in (axes + 1, axes + 2):
             raise ShapeError(
                 f"{owner}: x must be (batch, {self.in_channels}, {axes} grid axes) or the same without batch, but has "
@@ -141,7 +157,7 @@ class ConvolutionGeometry:
             raise ShapeError(
                 f"{owner}: axis 'channels' must agree, but x has {x.shape[-1 - axes]}, the layer {self.in_channels}"
             )
-        if x.dtype != weight.dtype:
+        if x.dtype != weight.dtype and not autocasting(x.device):
             raise DtypeError(f"{owner}: dtypes must agree, but x is {x.dtype}, the weights are {weight.dtype}")
         grid = tuple(x.shape[-axes:])
         if min(grid) < 1:
@@ -165,6 +181,10 @@ class RelativeAttention(nn.Module, ABC):
 
     def __init__(self, geometry: ConvolutionGeometry, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
+        owner = type(self).__name__
+        if not isinstance(geometry, ConvolutionGeometry):
+            raise InputError(f"{owner}: geometry must be a ConvolutionGeometry, but is {shown(geometry)}")
+        same_kind(owner, weight=weight, **({} if bias is None else {"bias": bias}))
         inner, groups = geometry.in_channels // geometry.groups, geometry.groups
         if tuple(weight.shape[1:]) != (inner, *geometry.kernel_size) or weight.shape[0] % groups:
             raise ShapeError(
@@ -225,7 +245,7 @@ class ShiftAttention(RelativeAttention):
     """P_h v = v shifted to kernel cell h: the convolution itself, so torch's convolution computes it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() == 0:
+        if not isinstance(x, Tensor) or x.numel() == 0:
             self.geometry.check_input(type(self).__name__, x, self.weight)
         try:  # checking beforehand would take 5 % of the time of a small map
             return self.geometry.convolve(x, self.weight, self.bias)
@@ -255,11 +275,13 @@ class SeparableQuadraticAttention(RelativeAttention):
 
     def __init__(self, geometry: ConvolutionGeometry, weight: Tensor, bias: Tensor | None, *, alpha: float) -> None:
         super().__init__(geometry, weight, bias)
+        if isinstance(alpha, Tensor) and alpha.numel() != 1:
+            raise ShapeError(f"SeparableQuadraticAttention: alpha must be a number, but has shape {tuple(alpha.shape)}")
         like = {"dtype": weight.dtype, "device": weight.device}
         axes = list(zip(geometry.kernel_size, geometry.dilation, strict=True))
         self.centres = nn.ParameterList(nn.Parameter(torch.arange(k, **like) * d) for k, d in axes)
         self.log_widths = nn.ParameterList(
-            nn.Parameter(log_width(alpha).to(**like).expand(k).clone()) for k in geometry.kernel_size
+            nn.Parameter(log_width(alpha).reshape(()).to(**like).expand(k).clone()) for k in geometry.kernel_size
         )
 
     def factors(self, grid: Sequence[int]) -> list[Tensor]:
@@ -325,12 +347,14 @@ class QuadraticAttention(RelativeAttention):
         log_widths: Tensor,
     ) -> None:
         super().__init__(geometry, weight, bias)
+        same_kind("QuadraticAttention", weight=weight, centres=centres, log_widths=log_widths)
         expected = (geometry.heads, geometry.axes)
         if centres.shape != expected:
             raise ShapeError(
                 f"QuadraticAttention: centres must be (heads {expected[0]}, axes {expected[1]}), but have shape "
                 f"{tuple(centres.shape)}"
             )
+        broadcasts_to("QuadraticAttention", "log_widths", log_widths, expected)
         self.centres = nn.Parameter(centres)
         self.log_widths = nn.Parameter(log_widths.expand(expected).clone())
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import InputError
+from headwise.errors import InputError, ShapeError
+from headwise.shapes import same_kind
 
 
 class Reversible(nn.Module):
@@ -21,12 +22,17 @@ class Reversible(nn.Module):
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
+        if not isinstance(pairs, (list, tuple)) or not all(map(_is_pair, pairs)):
+            raise InputError("Reversible: pairs must be a sequence of pairs (f, g) of nn.Modules")
         if not pairs:
             raise InputError("Reversible: needs at least one pair (f, g), got none")
         self.f = nn.ModuleList(f for f, _ in pairs)
         self.g = nn.ModuleList(g for _, g in pairs)
 
     def forward(self, x1: Tensor, x2: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        same_kind("Reversible", x1=x1, x2=x2)
+        if x1.shape != x2.shape:
+            raise ShapeError(f"Reversible: x1 and x2 must agree, but have {tuple(x1.shape)} and {tuple(x2.shape)}")
         return _Reversible.apply(self, options, x1, x2, *self.parameters())
 
     def plain(self, x1: Tensor, x2: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -35,6 +41,10 @@ class Reversible(nn.Module):
             x1 = x1 + f(x2, **options)
             x2 = x2 + g(x1)
         return x1, x2
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(part, nn.Module) for part in pair)
 
 
 class _Reversible(torch.autograd.Function):

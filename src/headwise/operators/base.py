@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +16,36 @@ from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.linalg.krylov import Spectrum, singular_values
 from headwise.operators.claims import Claim
-from headwise.shapes import broadcast_batch, same_axis, same_kind
+from headwise.shapes import are_tensors, autocasting, broadcast_batch, same_axis, same_kind
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def outside_autocast(method: Method) -> Method:
+    """`method` without autocast, on the device of its first tensor or of the operator."""
+
+    @functools.wraps(method)
+    def run(self: AttentionOperator, *args: Any, **kwargs: Any) -> Any:
+        device = next((x.device for x in args if isinstance(x, Tensor)), None) or self.like.device
+        if not autocasting(device):
+            return method(self, *args, **kwargs)
+        with torch.autocast(device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 class AttentionOperator(ABC):
-    """A batch of m x n matrices P, defined by P v.  Rows are queries, columns are keys."""
+    """A batch of m x n matrices P, defined by P v.  Rows are queries, columns are keys.
+
+    The methods of every operator run outside autocast: sums over n keys are not half-precision numbers.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and not name.startswith("_") and not name.endswith("cost"):
+                setattr(cls, name, outside_autocast(method))
 
     @property
     @abstractmethod
@@ -72,12 +101,20 @@ class AttentionOperator(ABC):
     def __call__(self, v: Tensor) -> Tensor:
         """P v with its axes checked."""
         name, like = type(self).__name__, self.like
+        are_tensors(name, v=v)
         if v.dim() < 2:
             raise ShapeError(f"{name}: v must be (*batch, n, d), but has shape {tuple(v.shape)}; add a column axis")
+        if 0 in v.shape:
+            raise ShapeError(f"{name}: v has shape {tuple(v.shape)}: an empty axis has no attention")
         same_axis(name, "n", operator=self.shape[-1], v=v.shape[-2])
         broadcast_batch(name, operator=self.shape[:-2], v=v.shape[:-2])
         # an operator without tensors acts on any floating dtype and device
-        same_kind(name, **({"operator": like} if like.numel() else {}), v=v)
+        if not like.numel():
+            same_kind(name, v=v)
+        elif like.dtype != v.dtype and v.dtype.is_floating_point and autocasting(v.device):
+            return self.apply(v.to(like.dtype)).to(v.dtype)  # parameters stay in single precision under autocast
+        else:
+            same_kind(name, operator=like, v=v)
         return self.apply(v)
 
     def __matmul__(self, v: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.errors import ShapeError
+from headwise.errors import DtypeError, InputError, ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.shapes import broadcast_batch, same_axis
+from headwise.shapes import broadcast_batch, same_axis, shown
 
 
 @final
@@ -233,6 +233,7 @@ class PerHead(AttentionOperator):
     def _head_by_head(self, x: Tensor, maps: list) -> Tensor:
         batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
         x = x.expand(*batch, *x.shape[-2:])
+        maps = maps * x.shape[-3] if len(maps) == 1 else maps  # one head broadcasts as any axis of size one
         outs = [act(part) for act, part in zip(maps, x.unbind(-3), strict=True)]
         return torch.stack(torch.broadcast_tensors(*outs), dim=-3)
 
@@ -264,7 +265,16 @@ def add(*terms: AttentionOperator) -> Sum:
 
 def scale(operator: AttentionOperator, factor: Tensor | float) -> Scaled:
     """c P for a number c, or diag(c) P for one number a row."""
+    _some("Scaled", [operator])
     like = operator.like
+    if not isinstance(factor, Tensor):
+        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not number or not abs(factor) <= torch.finfo(like.dtype).max:
+            raise InputError(f"Scaled: factor must be a tensor or a finite number, but is {shown(factor)}")
+    elif not factor.dtype.is_floating_point or factor.is_meta != like.is_meta:
+        raise DtypeError(
+            f"Scaled: factor must be floating point and on {like.device}, but is {factor.dtype} on {factor.device}"
+        )
     factor = torch.as_tensor(factor, dtype=like.dtype, device=like.device)
     if factor.dim():
         *batch, m, _ = operator.shape
@@ -275,6 +285,7 @@ def scale(operator: AttentionOperator, factor: Tensor | float) -> Scaled:
 
 def transpose(operator: AttentionOperator) -> AttentionOperator:
     """P^T; twice gives the operator itself back."""
+    _some("Transposed", [operator])
     return operator.operator if isinstance(operator, Transposed) else Transposed(operator)
 
 
@@ -292,6 +303,9 @@ def per_head(heads: Sequence[AttentionOperator]) -> PerHead:
 
 
 def _some(owner: str, parts: Sequence[AttentionOperator]) -> None:
+    if not isinstance(parts, Sequence) or any(not isinstance(part, AttentionOperator) for part in parts):
+        given = ", ".join(map(shown, parts)) if isinstance(parts, (list, tuple)) else shown(parts)
+        raise InputError(f"{owner}: needs attention operators, but got {given}")
     if not parts:
         raise ShapeError(f"{owner}: needs at least one operator, got none")
     broadcast_batch(owner, **{f"operator {i}": part.shape[:-2] for i, part in enumerate(parts)})

@@ -26,7 +26,7 @@ from headwise.operators._kernels.row_chunks import AveragedOperator
 from headwise.operators.claims import Claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
 from headwise.operators.similarity import Embedding, embed
-from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind
+from headwise.shapes import all_finite, autocasting, broadcast_batch, no_empty_axis, same_kind
 
 
 @final
@@ -163,8 +163,9 @@ def concatenation(
     """
     q, k = embed("Concatenation", "q", q, theta), embed("Concatenation", "k", k, phi)
     no_empty_axis("Concatenation", q=q, k=k)
+    if autocasting(q.device) and isinstance(w, Tensor):
+        w = w.to(q.dtype)
     same_kind("Concatenation", q=q, k=k, w=w)
-    all_finite("Concatenation", q=q, k=k, w=w)
     widths = q.shape[-1], k.shape[-1]
     if w.dim() < 1 or w.shape[-1] != sum(widths):
         raise ShapeError(
@@ -172,6 +173,9 @@ def concatenation(
             f"q has width {widths[0]}, k has width {widths[1]}"
         )
     batch = broadcast_batch("Concatenation", q=q.shape[:-2], k=k.shape[:-2], w=w.shape[:-1])
-    m, n = q.shape[-2], k.shape[-2]
     masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask}
-    return Concatenation(q, k, w, Mask.checked("Concatenation", m, n, **masks, batch=batch, device=q.device))
+    mask = Mask.checked("Concatenation", q.shape[-2], k.shape[-2], **masks, batch=batch, device=q.device)
+    mask = mask.settled("Concatenation")
+    k = mask.hide(k)
+    all_finite("Concatenation", q=q, k=k, w=w)
+    return Concatenation(q, k, w, mask)

@@ -21,7 +21,7 @@ from headwise.operators._kernels.row_chunks import AveragedOperator
 from headwise.operators.claims import Claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
 from headwise.operators.similarity import Embedding, embed
-from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_axis, same_kind
+from headwise.shapes import broadcast_batch, no_empty_axis, products_fit, same_axis, same_kind
 
 
 @final
@@ -111,8 +111,10 @@ def dot_product(
     no_empty_axis("DotProduct", q=q, k=k)
     same_kind("DotProduct", q=q, k=k)
     same_axis("DotProduct", "k", q=q.shape[-1], k=k.shape[-1])
-    all_finite("DotProduct", q=q, k=k)
     batch = broadcast_batch("DotProduct", q=q.shape[:-2], k=k.shape[:-2])
-    m, n = q.shape[-2], k.shape[-2]
     masks = {"causal": causal, "key_mask": key_mask, "pair_mask": pair_mask}
-    return DotProduct(q, k, Mask.checked("DotProduct", m, n, **masks, batch=batch, device=q.device))
+    mask = Mask.checked("DotProduct", q.shape[-2], k.shape[-2], **masks, batch=batch, device=q.device)
+    mask = mask.settled("DotProduct")
+    k = mask.hide(k)
+    products_fit("DotProduct", 1.0, torch.finfo(torch.promote_types(q.dtype, torch.float32)).max / 64, q=q, k=k)
+    return DotProduct(q, k, mask)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headwise.errors import DtypeError, ShapeError, UnsupportedError
 from headwise.operators._kernels import limits
-from headwise.shapes import broadcasts_to
+from headwise.shapes import all_finite, are_tensors, broadcasts_to, read, truth_values
 
 
 @final
@@ -56,9 +56,11 @@ class Mask:
 
         A key_mask (b, n) against a batch (b, h) is shared by the heads.
         """
+        truth_values(owner, causal=causal)
         for name, x in (("key_mask", key_mask), ("pair_mask", pair_mask), ("attn_bias", attn_bias)):
             if x is None:
                 continue
+            are_tensors(owner, **{name: x})
             if name == "attn_bias" and not x.dtype.is_floating_point:
                 raise DtypeError(
                     f"{owner}: attn_bias must be floating point, but is {x.dtype}; pass a boolean mask as pair_mask"
@@ -118,6 +120,35 @@ class Mask:
                 f"Mask: attention_mask must be (b, n) or (b, h, m, n), but has shape {tuple(attention_mask.shape)}"
             )
         return _recognised(attention_mask, m, n, causal)
+
+    def settled(self, owner: str) -> Mask:
+        """The same mask with a finite attn_bias, and with every key that no query attends to in key_mask.
+
+        -inf in attn_bias becomes part of key_mask or pair_mask, so that no gradient meets it; NaN and +inf raise.
+        Masks that hide no key altogether are left as they are, except where values cannot be read.
+        """
+        key_mask, pair_mask, bias = self._tensors
+        if bias is not None:
+            # one reduction in the common case of a finite bias
+            total = read(bias.detach().sum(dtype=torch.promote_types(bias.dtype, torch.float32)))
+            if total is None or not math.isfinite(total):
+                all_finite(owner, minus_infinity=True, attn_bias=bias)
+                hidden = bias == -math.inf
+                bias = bias.masked_fill(hidden, 0)
+                pair_mask = ~hidden if pair_mask is None else pair_mask & ~hidden
+        if pair_mask is not None and pair_mask.shape[-2] == 1:
+            key_mask, pair_mask = _both(key_mask, pair_mask.squeeze(-2)), None
+        elif pair_mask is not None:
+            causal = self.causal and self.m > 1
+            attended = (pair_mask & self.causal_pairs(pair_mask.device) if causal else pair_mask).any(-2)
+            if not read(attended.all()):
+                key_mask = _both(key_mask, attended)
+        return replace(self, key_mask=key_mask, pair_mask=pair_mask, attn_bias=bias)
+
+    def causal_pairs(self, device: torch.device | None = None) -> Tensor:
+        """j <= i + ahead as a boolean (m, n)."""
+        assert self.ahead is not None
+        return torch.ones(self.m, self.n, dtype=torch.bool, device=device).tril(self.ahead)
 
     @property
     def batch(self) -> torch.Size:
@@ -239,8 +270,7 @@ class Mask:
             first = allowed.squeeze(-2).int().argmax(-1, keepdim=True)
             last = torch.arange(self.m, device=device) + self.ahead
             return (first > last) | ~allowed.squeeze(-2).any(-1, keepdim=True)
-        causal = torch.ones(self.m, self.n, dtype=torch.bool, device=device).tril(self.ahead)
-        return ~(allowed & causal).any(-1)
+        return ~(allowed & self.causal_pairs(device)).any(-1)
 
     def has_empty_rows(self) -> bool:
         """Whether some query attends to no key."""
@@ -249,7 +279,7 @@ class Mask:
 
     def hide(self, x: Tensor) -> Tensor:
         """x (*batch, n, d) with the rows of masked keys set to zero, whatever they hold."""
-        return x if self.key_mask is None else x.masked_fill(~self.key_mask.unsqueeze(-1), 0)
+        return x if self.key_mask is None else torch.where(self.key_mask.unsqueeze(-1), x, 0)
 
     def average(self, sums: Tensor) -> Tensor:
         """sums_i / C_i for (*batch, m, d); rows without keys, which are zero already, are left alone."""
@@ -289,6 +319,10 @@ def share_between_heads(key_mask: Tensor, batch: Sequence[int]) -> Tensor:
     if key_mask.dim() < 2 or missing <= 0:
         return key_mask
     return key_mask.reshape(*key_mask.shape[:-1], *(1,) * missing, key_mask.shape[-1])
+
+
+def _both(first: Tensor | None, second: Tensor) -> Tensor:
+    return second if first is None else first & second
 
 
 def _pairs(owner: str, name: str, x: Tensor, m: int, n: int, batch: Sequence[int] | None) -> Tensor:
@@ -377,6 +411,8 @@ def supports(
 
         @functools.wraps(build)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if kwargs.get(CAUSAL.value) is not None:  # builders read it before the mask is checked
+                truth_values(name, causal=kwargs[CAUSAL.value])
             for kind in MaskKind:
                 if kind in kinds or kind.value not in kwargs:
                     continue

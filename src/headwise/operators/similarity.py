@@ -16,11 +16,11 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.errors import ShapeError
+from headwise.errors import InputError, ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, supports
 from headwise.operators.softmax import Softmax, softmax
-from headwise.shapes import no_empty_axis, same_axis, same_kind
+from headwise.shapes import are_tensors, autocasting, no_empty_axis, same_axis, same_kind, shown
 
 Embedding = Callable[[Tensor], Tensor] | Tensor | None
 
@@ -70,8 +70,12 @@ def embed(owner: str, name: str, x: Tensor, map: Embedding) -> Tensor:
         if map.dim() != 2:
             raise ShapeError(f"{owner}: the matrix applied to {name} must be (out, in), but has {tuple(map.shape)}")
         same_axis(owner, f"width of {name}", **{name: x.shape[-1]}, matrix=map.shape[-1])
-        same_kind(owner, **{name: x}, matrix=map)
+        if not autocasting(x.device):
+            same_kind(owner, **{name: x}, matrix=map)
         return F.linear(x, map)
+    if not callable(map):
+        raise InputError(f"{owner}: the map of {name} must be a matrix or callable, but is {shown(map)}")
     y = map(x)
+    are_tensors(owner, **{f"the mapped {name}": y})
     same_axis(owner, f"rows of {name}", before=x.shape[-2], after=y.shape[-2] if y.dim() > 1 else 0)
     return y

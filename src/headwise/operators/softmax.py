@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -13,7 +14,8 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.linalg.krylov import Spectrum, singular_values
 from headwise.operators._kernels import limits
-from headwise.operators._kernels.scores import Scores, attend, attend_with_lse, row_maxima
+from headwise.operators._kernels.row_chunks import adjoint_rows
+from headwise.operators._kernels.scores import Scores, attend, attend_with_lse, keeps_digits, row_maxima, weights
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, supports
@@ -44,12 +46,14 @@ class Softmax(AttentionOperator):
         return self._adjoint_with(scores, attend_with_lse(scores, scores.k)[1], u)
 
     def _adjoint_with(self, scores: Scores, lse: Tensor, u: Tensor) -> Tensor:
+        if not keeps_digits(lse):
+            return adjoint_rows(lambda i, j: weights(scores.rows(i, j)), self.shape, u.to(scores.q.dtype)).to(u.dtype)
         # an empty row is masked in every column already, so any finite value will do in its place
         turned = scores.transposed(minus=lse.masked_fill(lse == -math.inf, 0))
-        u = u.to(scores.q.dtype)
-        out, log_sums = attend_with_lse(turned, u.flip(-2) if scores.mask.causal else u)
+        rows = u.to(scores.q.dtype)
+        out, log_sums = attend_with_lse(turned, rows.flip(-2) if scores.mask.causal else rows)
         out = out * log_sums.exp().unsqueeze(-1)
-        return (out.flip(-2) if scores.mask.causal else out).to(self.like.dtype)
+        return (out.flip(-2) if scores.mask.causal else out).to(u.dtype)
 
     def spectrum(self, r: int, *, generator: torch.Generator | None = None) -> Spectrum:
         """As for every operator, but the log-sum-exps are computed once for all adjoints."""
@@ -60,11 +64,7 @@ class Softmax(AttentionOperator):
         return singular_values(self.apply, adjoint, self.shape, r, like=self.like, generator=generator)
 
     def dense(self, like: Tensor | None = None) -> Tensor:
-        p = torch.softmax(self.scores.dense(), dim=-1)
-        empty = self.scores.empty_rows()
-        if empty is not None:
-            p = p.masked_fill(empty.unsqueeze(-1), 0)
-        return p if like is None else p.to(like)
+        return weights(self.scores.wide()).to(self.like if like is None else like)
 
     def cost(self, d: int) -> Cost:
         """Scores and weighted sums, both as wide as the wider of keys and values; causal ones counted in full."""
@@ -79,44 +79,53 @@ class Softmax(AttentionOperator):
 
     def log_sum_exp(self) -> Tensor:
         """lse_i = log sum_j exp(S_ij), (*batch, m); -inf where row i has no key."""
-        return attend_with_lse(self.scores, self.scores.k)[1]
+        scores = self.scores.wide()
+        return attend_with_lse(scores, scores.k)[1]
 
     def entropy(self) -> Tensor:
         """-sum_j P_ij log P_ij = lse_i - <P, S>_i, (*batch, m), in nats; one call with the keys as values.
 
         With attn_bias, <P, attn_bias>_i has no such short cut and the rows are computed in chunks.
         """
-        if self.scores.mask.attn_bias is not None:
-            return self._entropy_in_chunks()
-        keys, lse = attend_with_lse(self.scores, self.scores.k)
-        entropy = lse - self.scores.scale * (self.scores.q * keys).sum(-1)
+        scores = self.scores.wide()
+        if scores.mask.attn_bias is not None:
+            return self._by_rows(_entropy)
+        keys, lse = attend_with_lse(scores, scores.k)
+        if not keeps_digits(lse):
+            return self._by_rows(_entropy)
+        entropy = lse - scores.scale * (scores.q * keys).sum(-1)
         return entropy.masked_fill(lse == -math.inf, 0).clamp(min=0)
-
-    def _entropy_in_chunks(self) -> Tensor:
-        parts = []
-        for start, stop in self.scores.chunks():
-            scores = self.scores.rows(start, stop).dense()
-            lse = torch.logsumexp(scores, dim=-1)
-            level = lse.masked_fill(lse == -math.inf, 0)  # an empty row is all zeros, whatever is subtracted
-            # scores of -inf are replaced before the product: 0 * inf would make the gradient NaN
-            mean = ((scores - level.unsqueeze(-1)).exp() * scores.masked_fill(scores == -math.inf, 0)).sum(-1)
-            parts.append((level - mean).clamp(min=0))
-        return torch.cat(parts, dim=-1)
 
     def frobenius(self) -> Tensor:
         """||P||_F = sqrt(sum_i exp(lse_i(2 S) - 2 lse_i(S))), (*batch,)."""
-        lse = self.log_sum_exp()
-        twice = attend_with_lse(self.scores.doubled(), self.scores.k)[1]
+        scores, lse = self.scores.wide(), self.log_sum_exp()
+        if not keeps_digits(lse):
+            return self._by_rows(lambda rows: weights(rows).square().sum(-1)).sum(-1).sqrt()
+        twice = attend_with_lse(scores.doubled(), scores.k)[1]
         return (twice - 2 * lse.masked_fill(lse == -math.inf, 0)).exp().sum(-1).sqrt()
 
     def row_maxima(self) -> Tensor:
         """max_j P_ij = exp(max_j S_ij - lse_i), (*batch, m): 1 is a query that attends to a single key."""
         lse = self.log_sum_exp()
+        if not keeps_digits(lse):
+            return self._by_rows(lambda rows: weights(rows).amax(-1))
         return (row_maxima(self.scores) - lse.masked_fill(lse == -math.inf, 0)).exp()
+
+    def _by_rows(self, measure: Callable[[Scores], Tensor]) -> Tensor:
+        """One number for each row of P, (*batch, m), in chunks of rows."""
+        scores = self.scores.wide()
+        return torch.cat([measure(scores.rows(start, stop)) for start, stop in scores.chunks()], dim=-1)
 
     def largest_score(self) -> Tensor:
         """max_ij S_ij, (*batch,): what overflows first in half precision."""
         return row_maxima(self.scores).amax(-1)
+
+
+def _entropy(rows: Scores) -> Tensor:
+    """-sum_j P_ij log P_ij; a row that attends to no key, or to one, has none."""
+    p = weights(rows)
+    # P = 0 is replaced before the logarithm: 0 * inf would make the gradient NaN
+    return -(p * p.masked_fill(p == 0, 1).log()).sum(-1).clamp(max=0)
 
 
 @supports(CAUSAL, KEY_MASK, PAIR_MASK, ATTN_BIAS)
@@ -135,7 +144,7 @@ def softmax(
     causal     query i attends to keys j <= i + n - m (aligned to the bottom right: the last query attends to all)
     key_mask   boolean (*batch, n), True = attend; (b, n) against a batch (b, h) is shared by the heads
     pair_mask  boolean, broadcasts to (*batch, m, n), True = attend
-    attn_bias  added to the scores, broadcasts to (*batch, m, n); -inf masks
+    attn_bias  added to the scores, broadcasts to (*batch, m, n); -inf masks, NaN and +inf raise NonFiniteError
 
     Grouped queries: k may have fewer heads (axis -3) than q if their number divides; each serves consecutive queries.
 

@@ -16,6 +16,7 @@ from headwise.errors import ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
+from headwise.shapes import whole_numbers
 
 
 @final
@@ -82,6 +83,7 @@ class Uniform(AttentionOperator):
 @supports(CAUSAL, KEY_MASK, instead="softmax with q = 0")
 def uniform(m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None) -> Uniform:
     """P_ij = M_ij / C_i, the mean over the visible keys.  `key_mask` (*batch, n), True = attend."""
+    whole_numbers("Uniform", least=0, m=m, n=n)
     if m < 1 or n < 1:
         raise ShapeError(f"Uniform: m has {m}, n has {n}: an empty axis has no attention")
     return Uniform(Mask.checked("Uniform", m, n, causal=causal, key_mask=key_mask))

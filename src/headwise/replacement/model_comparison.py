@@ -47,12 +47,12 @@ def is_model(path: Path) -> bool:
     return path.is_dir() and (path / "config.json").is_file() and not (path / "report.json").exists()
 
 
-def open_model(path: Path, trust: Trust = UNTRUSTED) -> LoadedModel:
-    """The model in a directory, rewritten or not."""
+def open_model(path: Path, trust: Trust = UNTRUSTED, *, allow_missing: bool = False) -> LoadedModel:
+    """The model in a directory, rewritten or not; `allow_missing` as in `load_model`."""
     config = read_json(path / "config.json", map_of(anything), "a directory that save_pretrained wrote", foreign=True)
     if "headwise" in config:
         return LoadedModel(load(path, trust=trust).eval(), path.resolve().name, path, trust=trust)
-    return load_model(str(path.absolute()), with_head=True, trust=trust)
+    return load_model(str(path.absolute()), with_head=True, trust=trust, allow_missing=allow_missing)
 
 
 def compare_models(

@@ -1,4 +1,4 @@
-"""The contract of attention operators: fifteen properties of P, each measured.
+"""The contract of attention operators: sixteen properties of P, each measured.
 
     linear      P(ax + by) = aPx + bPy                    broadcast   batch axes of v broadcast against those of P
     adjoint     <Pv, u> = <v, P^T u>                      strides     non-contiguous tensors give the same values
@@ -7,7 +7,7 @@
     values      apply and adjoint equal the reference     trace       building and applying P under torch.compile
     gradients   and so do their gradients                 half        float32, bfloat16, float16 near the reference
     cost        multiply-adds agree with a count          copies      deep copies and saved files are the same P
-                                                          repeatable  applying P twice gives equal results
+    masked      values of masked keys may be NaN or inf   repeatable  applying P twice gives equal results
 
 The reference is a function of the same tensors that returns P in float64 and shares no code with the operator.  Errors
 are largest absolute differences relative to the largest expected entry (or to 1 if that is larger).
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import DISTANCES
+from headwise.operators.masks import share_between_heads
 from headwise.testing.counting import count_multiply_adds
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -44,7 +46,8 @@ class Case:
     """How to build one operator, and its reference.
 
     build      called with the inputs by name, returns the operator
-    inputs     name -> shape of a standard normal tensor, or a tensor to use as it is (such as a mask)
+    inputs     name -> shape of a standard normal tensor, or a tensor to use as it is; masks are called key_mask,
+               pair_mask and attn_bias, and the tensor with one row for each key k, so that `masked` knows them
     reference  called with the same inputs in float64, returns P (*batch, m, n); None: the operator's own dense()
     tolerance  multiplies every tolerance, for an operator that is worse conditioned than a softmax
     skip       name of a check -> why it does not apply to this operator
@@ -316,6 +319,61 @@ def check_half(case: Case) -> None:
                 if actual.dtype != dtype:
                     raise ContractError(f"{case.name}: half: {what} of {dtype} returns {actual.dtype}")
                 case.agree(f"half: {what} at width {d}", actual, expected, dtype)
+
+
+def check_masked(case: Case) -> None:
+    """Rows of v and of the input `k` at keys that no query attends to may hold NaN or infinity, in every dtype."""
+    for dtype in TOLERANCE:
+        tensors = case.tensors(dtype)
+        op = case.build(**tensors)
+        hidden = _hidden_keys(tensors, op.shape)
+        if hidden is None:
+            return
+        v, u = _sides(op, case.widths()[-1], dtype)
+        plain = {"v": v, **{name: tensors[name] for name in ("k",) if _has_rows(tensors, name, hidden)}}
+        bad = {name: _poisoned(x, hidden) for name, x in plain.items()}
+        expected, actual = (_results_and_gradients(case, {**tensors, "u": u, **x}) for x in (plain, bad))
+        for what in expected:
+            case.agree(f"masked: {what} with NaN and inf at masked keys", actual[what], expected[what], dtype)
+
+
+def _hidden_keys(tensors: Mapping[str, Tensor], shape: torch.Size) -> Tensor | None:
+    """Boolean (*batch, n), True at keys that the masks hide from every query; None if there are none."""
+    visible = torch.ones(shape[-2:], dtype=torch.bool)
+    if "key_mask" in tensors:
+        visible = visible & share_between_heads(tensors["key_mask"], shape[:-2]).unsqueeze(-2)
+    if "pair_mask" in tensors:
+        visible = visible & tensors["pair_mask"]
+    if "attn_bias" in tensors:
+        visible = visible & (tensors["attn_bias"] > -math.inf)
+    hidden = ~visible.any(-2)
+    return hidden if bool(hidden.any()) else None
+
+
+def _has_rows(tensors: Mapping[str, Tensor], name: str, hidden: Tensor) -> bool:
+    """Whether a tensor has a row for each of the keys in `hidden`."""
+    rows = tensors[name].shape[:-1] if name in tensors else torch.Size()
+    return rows[-1:] == hidden.shape[-1:] and torch.broadcast_shapes(rows, hidden.shape) == rows
+
+
+def _poisoned(x: Tensor, hidden: Tensor) -> Tensor:
+    """x (*batch, n, d) with NaN, inf and -inf in the hidden rows, column by column."""
+    bad = torch.tensor([math.nan, math.inf, -math.inf], dtype=x.dtype)[torch.arange(x.shape[-1]) % 3]
+    return torch.where(hidden.unsqueeze(-1), bad, x)
+
+
+def _results_and_gradients(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """P v, P^T u, dense P, and the gradients of the first two, by name; v and u are among the tensors."""
+    tensors = {name: x.clone().requires_grad_() if x.dtype.is_floating_point else x for name, x in tensors.items()}
+    op = case.build(**{name: x for name, x in tensors.items() if name not in ("v", "u")})
+    results = {"apply": op(tensors["v"]), "adjoint": op.adjoint(tensors["u"])}
+    gradients: dict[str, Tensor] = {}
+    for what, result in results.items():
+        floating = [name for name, x in tensors.items() if x.dtype.is_floating_point]
+        pull, options = torch.ones_like(result), {"allow_unused": True, "materialize_grads": True}
+        found = torch.autograd.grad(result, [tensors[name] for name in floating], pull, retain_graph=True, **options)
+        gradients |= {f"gradient of {what} with respect to {name}": x for name, x in zip(floating, found, strict=True)}
+    return {**results, "dense": op.dense(), **gradients}
 
 
 def check_copies(case: Case) -> None:

@@ -48,7 +48,8 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = Pull.apply(ctx.kernel, ctx.inputs, pulls[0], *ctx.saved_tensors)
+        with torch.autocast(pulls[0].device.type, enabled=False):  # backward may be called inside autocast
+            gradients = Pull.apply(ctx.kernel, ctx.inputs, pulls[0], *ctx.saved_tensors)
         return (None, None, *gradients, *(None,) * (ctx.inputs - ctx.floating))
 
     @staticmethod

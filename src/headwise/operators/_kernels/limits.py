@@ -5,11 +5,20 @@ import torch
 HIDDEN = -1e30
 """Score of a masked key.  Finite, so that no difference of two is NaN; its exponential is exactly zero."""
 
+LARGEST_SCORE = 1e29
+"""Scores of operators that use HIDDEN stay below this, so that no visible key is taken for a masked one."""
+
+LARGEST_LSE = 2.0**-10
+"""S - lse keeps ten bits if |lse| eps is below this; beyond it P is computed from differences to the row maximum."""
+
 LARGE_NEGATIVE = -1e4
 """An additive mask of zeros and numbers up to this one is read as a boolean mask."""
 
 SELF_SCORE = -1e5
 """Score of a position with itself in shared-QK hashing (Reformer): it counts only where there is no other key."""
+
+NYSTROM_STEPS = 100
+"""Most steps towards a pseudo-inverse; six converge for most heads."""
 
 MAX_COLUMNS = 512
 """Columns in one call of the fused kernel; measured per column, wider calls stop getting cheaper."""

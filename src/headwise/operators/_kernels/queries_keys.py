@@ -9,10 +9,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headwise.errors import ShapeError, UnsupportedError
+from headwise.errors import InputError, ShapeError, UnsupportedError
+from headwise.operators._kernels import limits
 from headwise.operators.base import AttentionOperator
 from headwise.operators.masks import Mask
-from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_axis, same_kind
+from headwise.shapes import broadcast_batch, no_empty_axis, products_fit, same_axis, same_kind, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,20 +38,23 @@ class QueriesKeys:
     ) -> Self:
         """Queries and keys of one width, dtype and device; scale 1/sqrt(k) unless given; masks as in Mask.checked.
 
-        Grouped queries: k may have fewer heads (axis -3) than q if their number divides.
+        Grouped queries: k may have fewer heads (axis -3) than q if their number divides.  Keys that no query attends
+        to are set to zero, whatever they hold.
         """
         no_empty_axis(owner, q=q, k=k)
         same_axis(owner, "k", q=q.shape[-1], k=k.shape[-1])
         same_kind(owner, q=q, k=k)
-        all_finite(owner, q=q, k=k)
         k = repeat_heads(k, q, owner)
         batch = broadcast_batch(owner, q=q.shape[:-2], k=k.shape[:-2])
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-        if not math.isfinite(scale) or (positive_scale and scale <= 0):
-            kind = "a positive number" if positive_scale else "finite"
-            raise ShapeError(f"{owner}: scale must be {kind}, but is {scale}")
-        mask = Mask.checked(owner, q.shape[-2], k.shape[-2], **masks, batch=batch, device=q.device)
+        scale = checked_scale(owner, q.shape[-1], scale, positive=positive_scale)
+        mask = Mask.checked(owner, q.shape[-2], k.shape[-2], **masks, batch=batch, device=q.device).settled(owner)
+        k = mask.hide(k)
+        products_fit(owner, scale, cls._largest_score(q.dtype), q=q, k=k)
         return cls(q, k, scale, mask)
+
+    @classmethod
+    def _largest_score(cls, dtype: torch.dtype) -> float:
+        return limits.LARGEST_SCORE
 
     @property
     def batch(self) -> torch.Size:
@@ -91,6 +95,19 @@ class QueryKeyOperator(AttentionOperator):
     @property
     def shape(self) -> torch.Size:
         return self.qk.shape
+
+
+def checked_scale(owner: str, width: int, scale: float | None, *, positive: bool) -> float:
+    """1/sqrt(width) unless given."""
+    if scale is None:
+        return 1 / math.sqrt(width)
+    kind = "a positive number" if positive else "a finite number"
+    one = not isinstance(scale, Tensor) or (scale.numel() == 1 and not scale.is_meta)
+    if isinstance(scale, bool) or not hasattr(type(scale), "__float__") or not one:
+        raise InputError(f"{owner}: scale must be {kind}, but is {shown(scale)}")
+    if not abs(scale) < limits.LARGEST_SCORE or (positive and scale <= 0):
+        raise ShapeError(f"{owner}: scale must be {kind}, but is {shown(scale)}")
+    return float(scale)
 
 
 def repeat_heads(k: Tensor, q: Tensor, owner: str) -> Tensor:

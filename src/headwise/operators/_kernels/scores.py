@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.row_chunks import row_ranges
-from headwise.shapes import broadcast_batch, filled
+from headwise.shapes import broadcast_batch, filled, read
 
 
 @final
@@ -26,10 +26,19 @@ from headwise.shapes import broadcast_batch, filled
 class Scores(QueriesKeys):
     """S = scale q k^T + attn_bias where the mask allows, -inf elsewhere.  q (*batch, m, k), k (*batch, n, k)."""
 
+    @classmethod
+    def _largest_score(cls, dtype: torch.dtype) -> float:
+        # 2 S, S^T - lse and sums over the width stay finite too
+        return torch.finfo(torch.promote_types(dtype, torch.float32)).max / 64
+
     def rows(self, start: int, stop: int) -> Scores:
         """The scores of queries start:stop over the keys that they can reach, without causality (written out)."""
         mask = self.mask.part(start, stop, self.q.device)
         return Scores(self.q[..., start:stop, :], self.k[..., : mask.n, :], self.scale, mask)
+
+    def wide(self) -> Scores:
+        """The same scores in at least single precision."""
+        return self.to(torch.promote_types(self.q.dtype, torch.float32))
 
     def to(self, dtype: torch.dtype) -> Scores:
         """The same scores from q, k and attn_bias of another dtype."""
@@ -38,7 +47,7 @@ class Scores(QueriesKeys):
         return Scores(self.q.to(dtype), self.k.to(dtype), self.scale, mask)
 
     def dense(self) -> Tensor:
-        """S as a tensor (*batch, m, n)."""
+        """S as a tensor (*batch, m, n), in the dtype of q: half precision may overflow, `wide` does not."""
         s = (self.q * self.scale) @ self.k.mT
         if self.mask.attn_bias is not None:
             s = s + self.mask.attn_bias
@@ -68,17 +77,29 @@ class Scores(QueriesKeys):
 
 
 def attend(scores: Scores, v: Tensor) -> Tensor:
-    """softmax(S) v through torch's fused kernel; rows that attend to no key are zero."""
+    """softmax(S) v through torch's fused kernel; rows that attend to no key are zero.
+
+    Values of masked keys are set to zero, whatever they hold.
+    """
+    return _attend(scores, scores.mask.hide(v))
+
+
+def _attend(scores: Scores, v: Tensor) -> Tensor:
     if v.shape[-1] > limits.MAX_COLUMNS:
-        return torch.cat([attend(scores, part) for part in v.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
+        return torch.cat([_attend(scores, part) for part in v.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
     visible, ahead = scores.mask.visible, scores.mask.ahead
     if ahead is not None and not (ahead == 0 and visible is None and scores.mask.attn_bias is None):
         # the kernel's own causality is aligned to the top left and cannot be combined with a mask
-        parts = (attend(part, v[..., : part.k.shape[-2], :]) for part in _row_parts(scores))
+        parts = (_attend(part, v[..., : part.k.shape[-2], :]) for part in _row_parts(scores))
         return torch.cat(list(parts), dim=-2)
     batch = broadcast_batch("Softmax", operator=scores.shape[:-2], v=v.shape[:-2])
     q, k, wide = _one_width(scores.q, scores.k, v)
     mask = scores.mask.kernel_mask(visible, q.dtype)
+    empty = None
+    if mask is not None and visible is not None and scores.mask.attn_bias is not None:
+        # with an additive mask, the kernel's gradient of a row of -inf is NaN
+        empty = ~visible.any(-1, keepdim=True)
+        mask = mask.masked_fill(empty, 0)
     out = F.scaled_dot_product_attention(
         _four_axes(q, batch),
         _four_axes(k, batch),
@@ -87,7 +108,8 @@ def attend(scores: Scores, v: Tensor) -> Tensor:
         is_causal=ahead is not None,
         scale=scores.scale,
     )
-    return out.reshape(*batch, *out.shape[-2:])[..., : v.shape[-1]]
+    out = out.reshape(*batch, *out.shape[-2:])[..., : v.shape[-1]]
+    return out if empty is None else out.masked_fill(empty, 0)
 
 
 def attend_with_lse(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,6 +117,7 @@ def attend_with_lse(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
 
     The fused kernel's log-sum-exp has no gradient, so if one is needed the rows are computed in chunks.
     """
+    v = scores.mask.hide(v)
     inputs = (scores.q, scores.k, v, *(() if scores.mask.attn_bias is None else (scores.mask.attn_bias,)))
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if needs_gradient or v.device.type != "cpu" or v.dtype not in (torch.float32, torch.float64):
@@ -117,7 +140,7 @@ def attend_with_lse_in_chunks(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor
 
 def _attend_with_lse_dense(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
     compute = torch.promote_types(v.dtype, torch.float32)
-    s = scores.dense().to(compute)
+    s = scores.to(compute).dense()
     lse = torch.logsumexp(s, dim=-1)
     # an empty row has lse = -inf; any finite shift makes its exponentials exact zeros
     p = (s - lse.masked_fill(lse == -math.inf, 0).unsqueeze(-1)).exp()
@@ -157,8 +180,26 @@ def _attend_with_lse_fused(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def row_maxima(scores: Scores) -> Tensor:
     """max_j S_ij, (*batch, m), in chunks; -inf where a row is empty."""
+    scores = scores.wide()
     maxima = [scores.rows(start, stop).dense().amax(dim=-1) for start, stop in scores.chunks()]
     return torch.cat(maxima, dim=-1)
+
+
+def weights(scores: Scores) -> Tensor:
+    """P as a tensor (*batch, m, n), from differences to the row maximum; rows that attend to no key are zero."""
+    s = scores.dense()
+    empty = scores.empty_rows()
+    if empty is None:
+        return torch.softmax(s, dim=-1)
+    empty = empty.unsqueeze(-1)
+    # a softmax over only -inf has a NaN gradient
+    return torch.softmax(s.masked_fill(empty, 0), dim=-1).masked_fill(empty, 0)
+
+
+def keeps_digits(lse: Tensor) -> bool:
+    """Whether exp(S - lse) is accurate; taken for granted where values cannot be read."""
+    largest = read(lse.detach().masked_fill(lse == -math.inf, 0).abs().amax())
+    return largest is None or largest * torch.finfo(lse.dtype).eps < limits.LARGEST_LSE
 
 
 def _row_parts(scores: Scores) -> list[Scores]:

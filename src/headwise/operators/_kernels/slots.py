@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.errors import UnsupportedError
+from headwise.errors import InputError, UnsupportedError
 from headwise.operators._kernels.prefix_sums import blocked, blocked_absence
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.linear.projections import Dense, Projection
-from headwise.shapes import broadcast_batch, same_axis
+from headwise.shapes import broadcast_batch, same_axis, shown
 
 
 @final
@@ -79,6 +79,7 @@ class Shortened:
 def shorten(owner: str, qk: QueriesKeys, e: Projection, f: Projection | None) -> Shortened:
     """The n keys shortened by e and f (f = e unless given), which must fit them and one another."""
     f = e if f is None else f
+    _are_projections(owner, e=e, f=f)
     for name, projection in (("e", e), ("f", f)):
         if projection.length != qk.n:
             raise UnsupportedError(
@@ -92,12 +93,22 @@ def shorten(owner: str, qk: QueriesKeys, e: Projection, f: Projection | None) ->
 def shorten_blocks(owner: str, qk: QueriesKeys, e: Projection, f: Projection | None) -> Shortened:
     """Every block of `e.length` positions shortened by e (keys) and f (values), the last one padded."""
     f = e if f is None else f
+    _are_projections(owner, e=e, f=f)
     block = same_axis(owner, "block", e=e.length, f=f.length)
     same_axis(owner, "r", e=e.slots, f=f.slots)
     key_mask = None
     if qk.key_mask is not None or qk.n % block:
         key_mask = ~blocked_absence(qk.key_mask, qk.n, block, qk.k.device).squeeze(-1)
     return Shortened(blocked(qk.k, block), _per_block(e), _per_block(f), key_mask)
+
+
+def _are_projections(owner: str, **given: object) -> None:
+    for name, projection in given.items():
+        if not isinstance(projection, Projection):
+            raise InputError(
+                f"{owner}: {name} must be a projection, such as dense(matrix) or pooling(n, size), but is "
+                f"{shown(projection)}"
+            )
 
 
 def _per_block(projection: Projection) -> Projection:

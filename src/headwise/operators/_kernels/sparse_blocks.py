@@ -137,7 +137,7 @@ class Union:
         if self.key_mask is not None:
             hidden = ~self.key_mask.unsqueeze(-1)
             # one more column holds what a masked key adds to its scores: no mask with a head axis is ever formed
-            k = torch.cat([k.masked_fill(hidden, 0), self._column(k, hidden)], dim=-1)
+            k = torch.cat([k, self._column(k, hidden)], dim=-1)
             q = F.pad(q, (0, 1), value=1.0)
         q, k, x = (y.expand(*batch, *y.shape[-2:]).reshape(-1, *y.shape[-2:]) for y in (q, k, x))
         return q, k, x, batch

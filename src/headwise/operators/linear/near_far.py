@@ -26,7 +26,16 @@ from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
-from headwise.shapes import all_finite, broadcast_batch, broadcasts_to, same_axis
+from headwise.shapes import (
+    all_finite,
+    broadcast_batch,
+    broadcasts_to,
+    no_empty_axis,
+    products_fit,
+    same_axis,
+    same_kind,
+    whole_numbers,
+)
 
 
 @final
@@ -293,13 +302,20 @@ def near_far(
     """
     qk = QueriesKeys.checked("NearFar", q, k, scale=scale, causal=causal, key_mask=key_mask)
     n = qk.require_square("NearFar", "softmax")
+    whole_numbers("NearFar", least=0, block=block, leading=leading)
     if block < 1:
         raise ShapeError(f"NearFar: block must be at least 1 (a query attends to itself), but is {block}")
     if not 0 <= leading < n:
         raise ShapeError(f"NearFar: leading must be between 0 and n - 1 = {n - 1}, but is {leading}")
+    no_empty_axis("NearFar", a=a, b=b)
+    same_kind("NearFar", a=a, b=b, c=c)
+    if c.dim() < 1:
+        raise ShapeError("NearFar: c must be (*batch, r), but has no axis")
     same_axis("NearFar", "k", q=q.shape[-1], a=a.shape[-1], b=b.shape[-1])
     r = same_axis("NearFar", "r", a=a.shape[-2], b=b.shape[-2], c=c.shape[-1])
     broadcast_batch("NearFar", q=qk.batch, a=a.shape[:-2], b=b.shape[:-2], c=c.shape[:-1])
     broadcasts_to("NearFar", "a", a, (*qk.batch, r, a.shape[-1]))
-    all_finite("NearFar", a=a, b=b, c=c)
+    all_finite("NearFar", c=c)
+    products_fit("NearFar", qk.scale, limits.LARGEST_SCORE, q=qk.q, a=a)
+    products_fit("NearFar", qk.scale, limits.LARGEST_SCORE, k=qk.k, b=b)
     return NearFar(qk, a, b, c, block, leading)

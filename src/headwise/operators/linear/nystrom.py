@@ -23,6 +23,7 @@ from headwise.operators._kernels.slots import Shortened
 from headwise.operators.linear.projections import pooling
 from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
 from headwise.operators.softmax import Softmax
+from headwise.shapes import whole_numbers
 
 
 @final
@@ -112,10 +113,10 @@ def nystrom(
     length, that is with proportionally fewer landmarks.
     """
     qk = QueriesKeys.checked("Nystrom", q, k, scale=scale, key_mask=key_mask)
+    whole_numbers("Nystrom", least=0, landmarks=landmarks)
+    whole_numbers("Nystrom", most=limits.NYSTROM_STEPS, iterations=iterations)
     if not 1 <= landmarks <= qk.n:
         raise ShapeError(f"Nystrom: landmarks must be between 1 and n = {qk.n}, but is {landmarks}; use softmax")
-    if iterations < 1:
-        raise ShapeError(f"Nystrom: iterations must be at least 1, but is {iterations}")
     mask_q = qk.key_mask if qk.m == qk.n else None
     near_q, filled_q = _means(qk.q, landmarks, mask_q)
     near_k, filled_k = _means(qk.k, landmarks, qk.key_mask)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.shapes import filled
+from headwise.shapes import filled, is_generator, same_kind, whole_numbers
 
 
 class Projection(ABC):
@@ -304,11 +304,13 @@ def _times(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 def identity(n: int) -> Identity:
+    _check_sizes("Identity", n=n)
     return Identity(n)
 
 
 def dense(matrix: Tensor) -> Dense:
     """A projection given as a matrix (*batch, r, n), learned or not."""
+    same_kind("Dense", matrix=matrix)
     if matrix.dim() < 2 or 0 in matrix.shape:
         raise ShapeError(f"Dense: matrix must be (*batch, r, n), but has shape {tuple(matrix.shape)}")
     _check_sizes("Dense", r=matrix.shape[-2], n=matrix.shape[-1])
@@ -324,6 +326,7 @@ def pooling(n: int, size: int) -> Pooling:
 def count_sketch(n: int, r: int, *, generator: torch.Generator | None = None) -> CountSketch:
     """Every position into one of r slots, with a sign."""
     _check_sizes("CountSketch", n=n, r=r)
+    is_generator("CountSketch", generator)
     slot = torch.randint(r, (n,), generator=generator)
     return CountSketch(slot, _signs(n, generator), r)
 
@@ -331,6 +334,7 @@ def count_sketch(n: int, r: int, *, generator: torch.Generator | None = None) ->
 def convolution(n: int, stride: int, weight: Tensor) -> Convolution:
     """A filter `weight` (w,) that moves on by `stride`: r = ceil(n / stride)."""
     _check_sizes("Convolution", n=n, stride=stride)
+    same_kind("Convolution", weight=weight)
     if weight.dim() != 1 or weight.shape[0] < 1:
         raise ShapeError(f"Convolution: weight must be (w,), but has shape {tuple(weight.shape)}")
     return Convolution(n, stride, weight)
@@ -339,6 +343,7 @@ def convolution(n: int, stride: int, weight: Tensor) -> Convolution:
 def hadamard(n: int, r: int, *, generator: torch.Generator | None = None) -> Hadamard:
     """r rows of a randomised Walsh-Hadamard transform."""
     _check_sizes("Hadamard", n=n, r=r)
+    is_generator("Hadamard", generator)
     size = 1 << max(1, (n - 1).bit_length())
     return Hadamard(_signs(n, generator), torch.randperm(size, generator=generator)[:r])
 
@@ -349,8 +354,6 @@ def _signs(n: int, generator: torch.Generator | None) -> Tensor:
 
 def _check_sizes(owner: str, *, n: int, r: int = 1, **sizes: int) -> None:
     """All sizes are at least 1, and r slots are not more than n keys."""
-    for name, size in {"n": n, "r": r, **sizes}.items():
-        if size < 1:
-            raise ShapeError(f"{owner}: {name} must be at least 1, but is {size}")
+    whole_numbers(owner, n=n, r=r, **sizes)
     if r > n:
         raise ShapeError(f"{owner}: r = {r} slots for n = {n} keys shorten nothing; use r <= n, or identity({n})")

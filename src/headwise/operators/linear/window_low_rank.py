@@ -23,7 +23,7 @@ from headwise.operators.claims import Claim
 from headwise.operators.linear.projections import Projection
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.operators.sparse.window import Window, window
-from headwise.shapes import all_finite, broadcast_batch, broadcasts_to
+from headwise.shapes import all_finite, broadcast_batch, broadcasts_to, same_kind, whole_numbers
 
 
 @final
@@ -95,6 +95,7 @@ def window_low_rank(
     """
     qk = QueriesKeys.checked("WindowLowRank", q, k, scale=scale, key_mask=key_mask)
     short = shorten("WindowLowRank", qk, e, f)
+    whole_numbers("WindowLowRank", least=0, width=width, leading=leading)
     if width < 1 or not 0 <= leading <= qk.n:
         raise ShapeError(
             f"WindowLowRank: width must be at least 1 and leading between 0 and n = {qk.n}, but they are {width} and "
@@ -106,6 +107,7 @@ def window_low_rank(
             f"but n has {qk.n}; use projected"
         )
     if slot_bias is not None:
+        same_kind("WindowLowRank", slot_bias=slot_bias)
         all_finite("WindowLowRank", slot_bias=slot_bias)
         batch = broadcast_batch("WindowLowRank", q_and_k=qk.batch, projections=short.batch)
         broadcasts_to("WindowLowRank", "slot_bias", slot_bias, (*batch, e.slots))

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.shapes import same_axis, same_kind
+from headwise.shapes import (
+    are_tensors,
+    broadcast_batch,
+    no_empty_axis,
+    read,
+    same_axis,
+    same_kind,
+    whole_numbers,
+    whole_tuple,
+)
 
 
 def sinusoidal(positions: Tensor, width: int) -> Tensor:
@@ -29,6 +38,8 @@ def sinusoidal(positions: Tensor, width: int) -> Tensor:
     >>> sinusoidal(torch.tensor([[0.0]]), 4)
     tensor([[0., 1., 0., 1.]])
     """
+    are_tensors("sinusoidal", positions=positions)
+    whole_numbers("sinusoidal", least=0, width=width)
     axes = positions.shape[-1] if positions.dim() else 0
     if axes < 1 or width % (2 * axes) or width < 1:
         raise ShapeError(f"sinusoidal: width must be a multiple of 2 x {axes} axes, but is {width}")
@@ -42,6 +53,9 @@ def sinusoidal(positions: Tensor, width: int) -> Tensor:
 
 def cells(grid: Sequence[int]) -> Tensor:
     """The cells of a grid in row-major order: (n, D) of int64, ready for `sinusoidal` or a learned table."""
+    grid = whole_tuple("cells", "grid", grid)
+    if not grid:
+        raise ShapeError("cells: grid needs at least one axis, but has none")
     axes = [torch.arange(g) for g in grid]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(axes))
 
@@ -51,7 +65,8 @@ def differences(grid: Sequence[int], queries: Sequence[int] | None = None) -> tu
 
     t = prod(g_a + q_a - 1) is far fewer than m n, so encodings are projected once per difference.
     """
-    queries = tuple(grid if queries is None else queries)
+    grid = whole_tuple("differences", "grid", grid, least=0)
+    queries = grid if queries is None else whole_tuple("differences", "queries", queries, least=0)
     same_axis("differences", "dimension", grid=len(grid), queries=len(queries))
     if not grid or min(*grid, *queries) < 1:
         raise ShapeError(
@@ -68,11 +83,18 @@ def differences(grid: Sequence[int], queries: Sequence[int] | None = None) -> tu
 
 def quadratic_encoding(offsets: Tensor) -> Tensor:
     """r_d = (|d|^2, d_1, d_2, ...): (t, D) -> (t, 1 + D)."""
+    are_tensors("quadratic_encoding", offsets=offsets)
+    if offsets.dim() < 1:
+        raise ShapeError("quadratic_encoding: offsets must be (t, D), but have no axis")
     return torch.cat([offsets.square().sum(-1, keepdim=True), offsets], dim=-1)
 
 
 def quadratic_vector(alpha: Tensor, centres: Tensor) -> Tensor:
     """v = -alpha (1, -2 centre): with `quadratic_encoding`, v.r_d = -alpha (|d - centre|^2 - |centre|^2)."""
+    same_kind("quadratic_vector", alpha=alpha, centres=centres)
+    if centres.dim() < 1:
+        raise ShapeError("quadratic_vector: centres must be (*batch, D), but have no axis")
+    broadcast_batch("quadratic_vector", alpha=alpha.shape, centres=centres.shape[:-1])
     one = torch.ones_like(centres[..., :1])
     return -alpha.unsqueeze(-1) * torch.cat([one, -2 * centres], dim=-1)
 
@@ -92,6 +114,9 @@ def four_terms(a: Tensor, encodings: Tensor, index: Tensor, *, content: Tensor, 
     torch.Size([6, 6])
     """
     same_kind("four_terms", a=a, encodings=encodings, content=content, place=place)
+    for name, x in (("a", a), ("encodings", encodings), ("content", content), ("place", place)):
+        if x.dim() < 1:
+            raise ShapeError(f"four_terms: {name} needs a last axis of width k, but has none")
     same_axis(
         "four_terms",
         "k",
@@ -100,10 +125,23 @@ def four_terms(a: Tensor, encodings: Tensor, index: Tensor, *, content: Tensor, 
         content=content.shape[-1],
         place=place.shape[-1],
     )
+    are_tensors("four_terms", index=index)
+    if index.dtype != torch.int64 or index.dim() != 2:
+        raise ShapeError(f"four_terms: index must be (m, n) of int64, but is {tuple(index.shape)} of {index.dtype}")
+    no_empty_axis("four_terms", a=a, encodings=encodings, index=index)
+    broadcast_batch(
+        "four_terms",
+        a=a.shape[:-2],
+        encodings=encodings.shape[:-2],
+        content=content.shape[:-1],
+        place=place.shape[:-1],
+    )
     same_axis("four_terms", "m", a=a.shape[-2], index=index.shape[-2])
-    if not torch.compiler.is_compiling() and int(index.max()) >= encodings.shape[-2]:
+    least, most = (read(x) for x in index.aminmax())
+    if least is not None and most is not None and (least < 0 or most >= encodings.shape[-2]):
         raise ShapeError(
-            f"four_terms: index refers to difference {int(index.max())}, but there are {encodings.shape[-2]} encodings"
+            f"four_terms: index refers to differences {int(least)} to {int(most)}, but there are "
+            f"{encodings.shape[-2]} encodings"
         )
     by_difference = (a + place.unsqueeze(-2)) @ encodings.mT  # (*batch, m, t)
     index = index.to(a.device).expand(*by_difference.shape[:-2], *index.shape)

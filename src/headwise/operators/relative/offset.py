@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.errors import ShapeError
+from headwise.errors import InputError, ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
+from headwise.shapes import MOST, shown, whole_numbers
 
 
 @final
@@ -59,6 +60,10 @@ def offset(m: int, n: int, by: int, *, key_mask: Tensor | None = None, device: t
             [1., 0., 0.],
             [0., 1., 0.]])
     """
+    whole_numbers("Offset", least=0, m=m, n=n)
+    whole_numbers("Offset", least=-MOST, by=by)
+    if device is not None and not isinstance(device, torch.device):
+        raise InputError(f"Offset: device must be a torch.device, but is {shown(device)}")
     if m < 1 or n < 1:
         raise ShapeError(f"Offset: m has {m}, n has {n}: an empty axis has no attention")
     mask = Mask.checked("Offset", m, n, key_mask=key_mask).key_mask

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.errors import ShapeError
+from headwise.errors import InputError, ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import KEY_MASK, Mask, supports
-from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind
+from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind, shown
 
 
 @final
@@ -55,6 +55,8 @@ class Positional(AttentionOperator):
         return tuple(torch.softmax(s, dim=-1) for s in self.scores)
 
     def apply(self, v: Tensor) -> Tensor:
+        if self.key_mask is not None:
+            v = v.masked_fill(~self.key_mask.flatten(-len(self.scores)).unsqueeze(-1), 0)
         return self._axis_by_axis(v, [s.shape[-1] for s in self.scores], adjoint=False)
 
     def adjoint(self, u: Tensor) -> Tensor:
@@ -129,6 +131,8 @@ def positional(
     >>> positional([rows, columns]).dense()[0]
     tensor([0.5000, 0.0000, 0.5000, 0.0000])
     """
+    if isinstance(scores, (str, bytes, Tensor)) or not isinstance(scores, Sequence):
+        raise InputError(f"Positional: scores must be a sequence of one tensor for each axis, but is {shown(scores)}")
     if not scores:
         raise ShapeError("Positional: needs the scores of at least one axis, got none")
     named = {f"scores of axis {axis}": s for axis, s in enumerate(scores)}
@@ -142,5 +146,7 @@ def positional(
         Mask.checked("Positional", m, n, key_mask=key_mask, device=scores[0].device)
         broadcast_batch("Positional", key_mask=key_mask.shape[:-1], scores=batch)
         key_mask = key_mask.unflatten(-1, grid)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"Positional: dtype must be a floating-point dtype, but is {shown(dtype)}")
     compute = torch.promote_types(scores[0].dtype, torch.float32)  # a softmax of half-precision scores loses places
     return Positional(tuple(s.to(compute) for s in scores), key_mask, dtype or scores[0].dtype)

@@ -14,14 +14,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwise.errors import ShapeError
+from headwise.errors import InputError, ShapeError
 from headwise.operators.compose import Product
 from headwise.operators.masks import KEY_MASK, supports
 from headwise.operators.relative.encodings import cells
 from headwise.operators.relative.positional import Positional, positional
 from headwise.operators.relative.shift import Border, shift
 from headwise.operators.softmax import Softmax, softmax
-from headwise.shapes import all_finite, broadcasts_to, same_axis, same_kind
+from headwise.shapes import (
+    MOST,
+    all_finite,
+    are_tensors,
+    broadcasts_to,
+    same_axis,
+    same_kind,
+    shown,
+    whole_pairs,
+    whole_tuple,
+)
 
 _supports_key_mask = supports(KEY_MASK, instead="softmax with the scores as attn_bias")
 
@@ -48,8 +58,8 @@ def quadratic(
     >>> P.dense()[4].argmax().item()  # the middle cell attends to its right neighbour
     5
     """
-    grid, deltas = _deltas("quadratic", grid, queries, stride, origin, centres.device)
     same_kind("quadratic", centres=centres, log_widths=log_widths)
+    grid, deltas = _deltas("quadratic", grid, queries, stride, origin, centres.device)
     if centres.dim() < 1 or centres.shape[-1] != len(grid):
         raise ShapeError(f"quadratic: centres must be (*batch, {len(grid)}), but have shape {tuple(centres.shape)}")
     broadcasts_to("quadratic", "log_widths", log_widths, centres.shape)
@@ -78,6 +88,9 @@ def tables(
     `values[a]` is (*batch, t_a), from the most negative distance to the most positive: t_a = 2 g_a - 1 when queries and
     keys share one grid.
     """
+    if isinstance(values, (str, bytes, Tensor)) or not isinstance(values, Sequence):
+        raise InputError(f"tables: values must be a sequence of one tensor for each axis, but is {shown(values)}")
+    same_kind("tables", **{f"values[{axis}]": x for axis, x in enumerate(values)})
     grid, deltas = _deltas("tables", grid, queries, stride, origin, values[0].device if values else None)
     same_axis("tables", "dimension", grid=len(grid), values=len(values))
     ends = zip(grid, queries or grid, stride or (1,) * len(grid), origin or (0,) * len(grid), strict=True)
@@ -111,11 +124,14 @@ def bordered(
     "replicate", "reflect", "circular": their weight goes to the cell they copy.  As the widths go to 0 the head becomes
     the `shift` of the same border.
     """
+    grid = whole_tuple("bordered", "grid", grid)
+    padding = whole_pairs("bordered", "padding", padding)
     same_axis("bordered", "dimension", grid=len(grid), padding=len(padding))
     extended = [g + before + after for g, (before, after) in zip(grid, padding, strict=True)]
     embed = shift(grid, [-before for before, _ in padding], border=border, queries=extended)
     if key_mask is not None:
-        same_axis("bordered", "n", key_mask=key_mask.shape[-1], grid=math.prod(grid))
+        are_tensors("bordered", key_mask=key_mask)
+        same_axis("bordered", "n", key_mask=key_mask.shape[-1] if key_mask.dim() else 0, grid=math.prod(grid))
         source = embed.sources().to(key_mask.device)
         key_mask = key_mask[..., source.clamp(min=0)] | (source < 0)
     head = quadratic(
@@ -136,8 +152,8 @@ def rotated(grid: Sequence[int], centres: Tensor, precision: Tensor, *, key_mask
 
     A full L does not factor over the axes, so this is dense softmax attention with N^2 scores; a warning says so.
     """
-    grid, _ = _deltas("rotated", grid, None, None, None, centres.device)
     same_kind("rotated", centres=centres, precision=precision)
+    grid, _ = _deltas("rotated", grid, None, None, None, centres.device)
     if precision.shape[-2:] != (len(grid),) * 2 or centres.shape[-1:] != (len(grid),):
         raise ShapeError(
             f"rotated: a grid of {len(grid)} axes needs centres (*batch, {len(grid)}) and precision (*batch, "
@@ -154,6 +170,10 @@ def rotated(grid: Sequence[int], centres: Tensor, precision: Tensor, *, key_mask
 
 def log_width(alpha: Tensor | float) -> Tensor:
     """log width = -log(2 alpha) / 2, for a quadratic encoding of sharpness alpha."""
+    if not isinstance(alpha, (int, float, Tensor)) or isinstance(alpha, bool):
+        raise InputError(f"log_width: alpha must be a number or a tensor, but is {shown(alpha)}")
+    if not isinstance(alpha, Tensor) and not 0 < alpha < 1e30:
+        raise InputError(f"log_width: alpha must be a positive number, but is {shown(alpha)}")
     alpha = torch.as_tensor(alpha)
     return -(2 * (alpha if alpha.dtype.is_floating_point else alpha.float())).log() / 2
 
@@ -167,10 +187,10 @@ def _deltas(
     device: torch.device | None,
 ) -> tuple[tuple[int, ...], list[Tensor]]:
     """k_a - (stride_a q_a + origin_a) for every axis: (q_a, g_a) of int64."""
-    grid = tuple(grid)
-    queries = grid if queries is None else tuple(queries)
-    stride = (1,) * len(grid) if stride is None else tuple(stride)
-    origin = (0,) * len(grid) if origin is None else tuple(origin)
+    grid = whole_tuple(owner, "grid", grid, least=0)
+    queries = grid if queries is None else whole_tuple(owner, "queries", queries, least=0)
+    stride = (1,) * len(grid) if stride is None else whole_tuple(owner, "stride", stride, least=0)
+    origin = (0,) * len(grid) if origin is None else whole_tuple(owner, "origin", origin, least=-MOST)
     same_axis(owner, "dimension", grid=len(grid), queries=len(queries), stride=len(stride), origin=len(origin))
     if not grid or min(grid) < 1 or min(queries) < 1 or min(stride) < 1:
         raise ShapeError(

@@ -20,7 +20,7 @@ from headwise.errors import InputError, ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
 from headwise.operators.masks import supports
-from headwise.shapes import same_axis
+from headwise.shapes import MOST, same_axis, whole_tuple
 
 Border = Literal["circular", "zeros", "replicate", "reflect"]
 
@@ -150,9 +150,9 @@ def shift(
     queries: Sequence[int] | None = None,
 ) -> Shift:
     """Query p attends to key stride p + offset; by default the stride is 1 and `queries` is the grid of the keys."""
-    grid, offset = tuple(grid), tuple(offset)
-    steps = (1,) * len(grid) if stride is None else tuple(stride)
-    out = grid if queries is None else tuple(queries)
+    grid, offset = whole_tuple("Shift", "grid", grid, least=0), whole_tuple("Shift", "offset", offset, least=-MOST)
+    steps = (1,) * len(grid) if stride is None else whole_tuple("Shift", "stride", stride, least=0)
+    out = grid if queries is None else whole_tuple("Shift", "queries", queries, least=0)
     same_axis("Shift", "dimension", grid=len(grid), offset=len(offset), stride=len(steps), queries=len(out))
     if not grid or min(grid) < 1 or min(out) < 1:
         raise ShapeError(f"Shift: grid {grid} and queries {out} need at least one axis and one cell along each")

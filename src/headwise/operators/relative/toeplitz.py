@@ -26,7 +26,7 @@ from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, share_between_heads, supports
-from headwise.shapes import all_finite, broadcast_batch, same_axis, same_kind
+from headwise.shapes import all_finite, are_tensors, broadcast_batch, same_axis, same_kind, whole_numbers
 
 
 @final
@@ -220,6 +220,7 @@ def toeplitz_softmax(
     # -inf is a mask; NaN and +inf are mistakes
     all_finite(owner, logits=logits.clamp(min=torch.finfo(logits.dtype).min))
     if key_mask is not None:
+        are_tensors(owner, key_mask=key_mask)
         key_mask = share_between_heads(key_mask, logits.shape[:-1])
     mask = Mask.checked(owner, m, n, causal=causal, key_mask=key_mask, device=logits.device)
     broadcast_batch(owner, logits=logits.shape[:-1], key_mask=mask.batch)
@@ -271,8 +272,10 @@ def smooth(size: int) -> int:
 
 
 def check_weights(owner: str, weights: Tensor, m: int, n: int) -> None:
+    whole_numbers(owner, least=0, m=m, n=n)
     if m < 1 or n < 1:
         raise ShapeError(f"{owner}: m has {m}, n has {n}: an empty axis has no attention")
+    are_tensors(owner, weights=weights)
     if weights.dim() < 1 or 0 in weights.shape:
         raise ShapeError(f"{owner}: weights must be (*batch, m + n - 1), but have shape {tuple(weights.shape)}")
     same_axis(owner, "m + n - 1", **{f"m = {m} and n = {n}": m + n - 1}, weights=weights.shape[-1])

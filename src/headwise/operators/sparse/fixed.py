@@ -20,6 +20,7 @@ from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.compose import Product, product
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.operators.sparse.strided import near_root
+from headwise.shapes import whole_numbers
 
 
 @final
@@ -120,6 +121,7 @@ def _checked(
     qk = QueriesKeys.checked("Fixed", q, k, scale=scale, key_mask=key_mask)
     n = qk.require_square("Fixed", "window for new queries against a cache, or softmax")
     block = near_root(n) if block is None else block
+    whole_numbers("Fixed", least=0, block=block, summaries=summaries)
     if not 1 <= block <= n:
         raise ShapeError(f"Fixed: block must be between 1 and n = {n}, but is {block}")
     if not 1 <= summaries <= block:

@@ -8,6 +8,7 @@ is one softmax over the union of all pairs: a pair found twice counts once.  Eve
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -23,7 +24,7 @@ from headwise.operators._kernels.hash_rounds import Rounds, in_groups
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
-from headwise.shapes import filled, same_axis
+from headwise.shapes import all_finite, autocasting, filled, is_generator, same_axis, same_kind, whole_numbers
 
 
 @final
@@ -133,10 +134,13 @@ def hashed(
     shared = k is None
     qk = QueriesKeys.checked("Hashed", q, q if k is None else k, scale=scale, causal=causal, key_mask=key_mask)
     n = qk.require_square("Hashed", "window for new queries against a cache, or softmax")
-    if chunk < 1 or rounds < 1:
-        raise ShapeError(f"Hashed: chunk and rounds must be at least 1, but are {chunk} and {rounds}")
+    whole_numbers("Hashed", chunk=chunk, rounds=rounds)
+    is_generator("Hashed", generator)
     if rotations is None:
         rotations = random_rotations(q.shape[-1], n / chunk, rounds, generator=generator).to(q)
+    same_kind("Hashed", rotations=rotations)
+    same_kind("Hashed", q=q, rotations=rotations.to(q.dtype))  # hashes are computed in float32
+    all_finite("Hashed", rotations=rotations)
     if rotations.dim() not in (3, 4) or 0 in rotations.shape:
         raise ShapeError(
             f"Hashed: rotations must be (rounds, k, buckets / 2) or (2, rounds, k, root / 2), but have shape "
@@ -166,7 +170,9 @@ def _sorted(x: Tensor, rotations: Tensor, qk: QueriesKeys, chunk: int) -> tuple[
     hashes = rotations.float().reshape(-1, *rotations.shape[-3:])  # (1 or 2, rounds, k, half)
     half = hashes.shape[-1]
     # one product for all rounds: (*batch, n, hashes, rounds, half)
-    turned = (x.float() @ hashes.movedim(-2, 0).flatten(1)).unflatten(-1, (*hashes.shape[:2], half))
+    with torch.autocast(x.device.type, enabled=False) if autocasting(x.device) else nullcontext():
+        turned = x.float() @ hashes.movedim(-2, 0).flatten(1)
+    turned = turned.unflatten(-1, (*hashes.shape[:2], half))
     # argmax [y; -y] is the argmax of |y|, in the second half where y is negative
     best = turned.abs().argmax(-1, keepdim=True)
     negative = turned.gather(-1, best).squeeze(-1) < 0

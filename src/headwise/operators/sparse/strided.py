@@ -20,6 +20,7 @@ from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.compose import Product, product
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.operators.sparse.window import band, window
+from headwise.shapes import whole_numbers
 
 
 @final
@@ -105,6 +106,7 @@ def _checked(
     qk = QueriesKeys.checked("Strided", q, k, scale=scale, key_mask=key_mask)
     n = qk.require_square("Strided", "window for new queries against a cache, or softmax")
     stride = near_root(n) if stride is None else stride
+    whole_numbers("Strided", least=0, stride=stride)
     if not 1 <= stride <= n:
         raise ShapeError(f"Strided: stride must be between 1 and n = {n}, but is {stride}")
     return qk, stride

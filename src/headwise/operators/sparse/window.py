@@ -16,6 +16,7 @@ from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, supports
+from headwise.shapes import whole_numbers
 
 
 @final
@@ -57,6 +58,7 @@ def window(
             [0.0000, 0.0000, 0.5000, 0.5000]])
     """
     qk = QueriesKeys.checked("Window", q, k, scale=scale, key_mask=key_mask)
+    whole_numbers("Window", least=0, width=width, leading=leading)
     if width < 1:
         raise ShapeError(f"Window: width must be at least 1 (a query attends to itself), but is {width}")
     if not 0 <= leading <= qk.n:
