@@ -190,6 +190,7 @@ def print_report(trials: Sequence[Trial], generated: dict[str, Any], seconds: fl
     """Tried and survived by fault and command, then what was promised and how often it broke."""
     from headwise.cli.tables import print_table
 
+    os.environ.setdefault("COLUMNS", "120")
     reached = [trial for trial in trials if trial.reached or trial.problems]
     cells: dict[tuple[str, str], list[Trial]] = defaultdict(list)
     for trial in reached:

@@ -14,7 +14,7 @@ from tests.faults.campaign import Campaign
 from tests.faults.disk import NOBODY, DiskFault, can_mount, disk_once
 from tests.faults.subjects import SUBJECTS
 
-REWRITE, TOUR = SUBJECTS["rewrite"], SUBJECTS["tour"]
+CONVERT, REWRITE, TOUR = (SUBJECTS[name] for name in ("convert", "rewrite", "tour"))
 AS_NOBODY = {"user": NOBODY} if os.geteuid() == 0 else {}
 
 
@@ -24,6 +24,7 @@ AS_NOBODY = {"user": NOBODY} if os.geteuid() == 0 else {}
         DiskFault(TOUR, "no space left", {"at": 2, "do": f"errno {errno.ENOSPC}"}),
         DiskFault(TOUR, "a file in the way", before="a file in the way"),
         DiskFault(REWRITE, "file size limit", {"limits": {"RLIMIT_FSIZE": 2_000}}),
+        DiskFault(CONVERT, "file size limit", {"limits": {"RLIMIT_FSIZE": 2_000}}),
         DiskFault(REWRITE, "read-only directory", AS_NOBODY, before="read-only directory"),
         DiskFault(REWRITE, "file descriptors", {"limits": {"RLIMIT_NOFILE": 5}}),
     ],
