@@ -115,18 +115,30 @@ def same_kind(owner: str, **tensors: Tensor) -> None:
         raise DtypeError(f"{owner}: devices must agree, but {given}; move one with .to(device)")
 
 
-def all_finite(owner: str, *, minus_infinity: bool = False, **tensors: Tensor) -> None:
-    """No NaN or infinity; -inf is accepted with `minus_infinity`.  Not checked where values cannot be read."""
+def all_finite(owner: str, **tensors: Tensor) -> None:
+    """No NaN or infinity.  Not checked where values cannot be read."""
     for name, x in tensors.items():
-        x = x.detach()
         # one reduction in the common case; an overflowing sum of finite numbers is checked again
-        total = read(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
-        if total is None or math.isfinite(total) or (minus_infinity and total == -math.inf):
-            continue
-        bad = ~x.isfinite() & (x != -math.inf) if minus_infinity else ~x.isfinite()
-        if count := read(bad.sum()):
-            what = "NaN or +inf" if minus_infinity else "non-finite"
-            raise NonFiniteError(f"{owner}: {name} has {int(count)} {what} of {x.numel()} entries; P would be NaN")
+        total = _total(x)
+        if total is not None and not math.isfinite(total):
+            _refuse(owner, name, "non-finite", ~x.isfinite())
+
+
+def finite_or_minus_infinity(owner: str, **tensors: Tensor) -> None:
+    """No NaN or +inf, as in an additive mask.  Not checked where values cannot be read."""
+    for name, x in tensors.items():
+        total = _total(x)
+        if total is not None and not math.isfinite(total) and total != -math.inf:
+            _refuse(owner, name, "NaN or +inf", ~x.isfinite() & (x != -math.inf))
+
+
+def _total(x: Tensor) -> float | None:
+    return read(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)))
+
+
+def _refuse(owner: str, name: str, what: str, bad: Tensor) -> None:
+    if count := read(bad.sum()):
+        raise NonFiniteError(f"{owner}: {name} has {int(count)} {what} of {bad.numel()} entries; P would be NaN")
 
 
 def products_fit(owner: str, scale: float, most: float, **pair: Tensor) -> None:
@@ -140,7 +152,7 @@ def products_fit(owner: str, scale: float, most: float, **pair: Tensor) -> None:
     norms = [read(torch.linalg.vector_norm(x.detach(), dtype=compute)) for x in (a, b)]
     if None in norms or _largest_product(norms, scale) < most:
         return
-    all_finite(owner, **pair)
+    all_finite(owner, minus_infinity=False, **pair)
     rows = [read(torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64).amax()) for x in (a, b)]
     if (largest := _largest_product(rows, scale)) >= most:
         raise NonFiniteError(

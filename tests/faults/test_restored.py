@@ -267,7 +267,9 @@ def process() -> Iterator[None]:
     """An unusual process, usual again afterwards."""
     register()  # a rewritten model of transformers needs its attention registered, for good
     torch.set_default_dtype(torch.float64)
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
     try:
         yield
     finally:

@@ -229,7 +229,7 @@ class InThreads(nn.Module):
         here, elsewhere = list(self.branches)[self.workers :], list(self.branches)[: self.workers]
         with ThreadPoolExecutor(3) as pool:
             results = [pool.submit(branch, x) for branch in elsewhere]
-            return sum((one.result() for one in results), start=sum(branch(x) for branch in here))
+            return sum([one.result() for one in results] + [branch(x) for branch in here], start=torch.zeros(()))
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -41,12 +41,12 @@ N, K = 6, 4
 
 def public(module: Any, names: list[str] | None = None) -> dict[str, Callable[..., Any]]:
     """The functions and the concrete classes with a checked constructor that a module exports."""
-    names = (
-        names
-        or getattr(module, "__all__", None)
-        or [name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
-    )
-    found = {name: getattr(module, name) for name in names if not name.startswith("_")}
+    functions = [name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
+    found = {
+        name: getattr(module, name)
+        for name in names or getattr(module, "__all__", functions)
+        if not name.startswith("_")
+    }
     return {f"{module.__name__}.{name}": x for name, x in found.items() if inspect.isfunction(x) or _is_layer(x)}
 
 

@@ -27,7 +27,8 @@ def random_states() -> tuple[Any, ...]:
 
 
 def assert_keeps_random_state(work: Callable[[], Any]) -> None:
-    torch.rand(3), random.random(), np.random.rand()  # somewhere in the middle of a sequence
+    for draw in (lambda: torch.rand(3), random.random, np.random.rand):
+        draw()  # somewhere in the middle of a sequence
     before = random_states()
     work()
     assert random_states() == before
@@ -88,7 +89,9 @@ def test_nothing_else_does_either(name: str) -> None:
 def test_a_seed_gives_the_same_numbers_and_an_error_restores_too() -> None:
     def fail() -> None:
         with kept_random_state():
-            torch.manual_seed(7), random.seed(7), np.random.seed(7)
+            torch.manual_seed(7)
+            random.seed(7)
+            np.random.seed(7)
             raise KeyboardInterrupt
 
     before = random_states()

@@ -83,7 +83,7 @@ def test_bad_input() -> None:
     with pytest.raises(ShapeError, match=r"multiple of 2 x 2 axes, but is 6"):
         sinusoidal(torch.zeros(3, 2), 6)
     zero = torch.zeros(2)
-    with pytest.raises(ShapeError, match=r"index refers to difference 6, but there are 5 encodings"):
+    with pytest.raises(ShapeError, match=r"index refers to differences 0 to 6, but there are 5 encodings"):
         four_terms(torch.zeros(4, 2), torch.zeros(5, 2), differences((4,))[1], content=zero, place=zero)
     with pytest.raises(ShapeError, match="at least one cell"):
         differences((0, 2))

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,9 +39,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **options)
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        self._check(list(args or ()))
-        return super().parse_known_args(args, namespace)
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        given = None if args is None else list(args)
+        self._check(given or [])
+        return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
         # the types below say "is 0; it must be at least 1", and argparse puts "argument --texts: " before it

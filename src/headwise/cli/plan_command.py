@@ -23,7 +23,7 @@ def run(argv: list[str]) -> int:
     if not options.json:
         check_extra("report", "the figure", "matplotlib")
     if options.report is not None:
-        from headwise.examination.report.page import add_plan, check_report
+        from headwise.examination.report.page import check_report
 
         check_report(options.report)
     from headwise.replacement.plans import FILES
@@ -39,6 +39,8 @@ def run(argv: list[str]) -> int:
                 draw(plan, path)
             files.append(out.path / "trade-off.svg")
     if options.report is not None:
+        from headwise.examination.report.page import add_plan
+
         files.append(add_plan(options.report, plan.to_dict()))
     if options.json:
         print(json_text(plan.to_dict()))

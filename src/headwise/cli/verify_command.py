@@ -132,11 +132,12 @@ def _print(ledger: Ledger) -> None:
 def _audit(options: argparse.Namespace) -> int:
     from headwise.ledger import audit_weights
 
+    out: Path | None = options.out
     with contextlib.ExitStack() as files:
-        file = None if options.out is None else files.enter_context(new_file(options.out, force=options.force))
+        file = None if out is None else files.enter_context(new_file(out, force=options.force))
         audit = audit_weights(options.weights, heads=options.heads)
-        if file is not None:
-            _write(Path(options.out), file, json_text(audit.to_json(), indent=1))
+        if out is not None and file is not None:
+            _write(out, file, json_text(audit.to_json(), indent=1))
     if options.json:
         print(json_text(audit.to_json()))
         return 0

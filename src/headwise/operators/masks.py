@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headwise.errors import DtypeError, ShapeError, UnsupportedError
 from headwise.operators._kernels import limits
-from headwise.shapes import all_finite, are_tensors, broadcasts_to, read, truth_values
+from headwise.shapes import are_tensors, broadcasts_to, finite_or_minus_infinity, read, truth_values
 
 
 @final
@@ -132,7 +132,7 @@ class Mask:
             # one reduction in the common case of a finite bias
             total = read(bias.detach().sum(dtype=torch.promote_types(bias.dtype, torch.float32)))
             if total is None or not math.isfinite(total):
-                all_finite(owner, minus_infinity=True, attn_bias=bias)
+                finite_or_minus_infinity(owner, attn_bias=bias)
                 hidden = bias == -math.inf
                 bias = bias.masked_fill(hidden, 0)
                 pair_mask = ~hidden if pair_mask is None else pair_mask & ~hidden

@@ -138,7 +138,7 @@ def positional(
     named = {f"scores of axis {axis}": s for axis, s in enumerate(scores)}
     no_empty_axis("Positional", **named)
     same_kind("Positional", **named)
-    all_finite("Positional", **named)
+    all_finite("Positional", minus_infinity=False, **named)
     batch = broadcast_batch("Positional", **{name: s.shape[:-2] for name, s in named.items()})
     grid = [s.shape[-1] for s in scores]
     if key_mask is not None:
