@@ -154,11 +154,12 @@ class OutputDirectory:
             self._check_names(entries, force=True)
             own = [name for name, entry in self._files.items() if entry["command"] == self.command]
             stale = [name for name in own if name not in entries and (self.exclusive or name in self.names)]
-            self._write_marker(publishing=entries, stale=stale)
             try:
+                self._write_marker(publishing=entries, stale=stale)
                 self._rename_all(entries, stale)
-            except BaseException:  # an interruption between two renames: complete them first
-                self._rename_all(entries, stale)
+            except BaseException:  # interrupted after the first step: complete the others first
+                if _read_marker(self.path / MARKER)["publishing"]:
+                    self._rename_all(entries, stale)
                 raise
         self._written.clear()
 
