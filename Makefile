@@ -10,7 +10,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 JOBS     ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo tour test slow lint lint-code docs wheel format pictures bench oldest clean
+.PHONY: help setup demo tour test slow faults lint lint-code docs wheel format pictures bench oldest clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -42,6 +42,10 @@ test: $(READY)  ## run the default tests, a few minutes on two cores
 
 slow: $(READY_SLOW)  ## run the slow tests: real weights, larger shapes
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) -m slow
+
+# FAULTS="--only kills --kills 50" runs a part of it
+faults: $(READY)  ## try to break every command: kills, full disks, damaged files, hostile input; prints a table
+	$(TEST_ENV) $(BIN)/python -m tests.faults --jobs $(JOBS) $(FAULTS)
 
 lint-code: $(READY)  ## check style, types and import direction (what pre-commit runs)
 	$(BIN)/ruff check .

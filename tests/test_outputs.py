@@ -364,3 +364,13 @@ def test_damaged_lines_are_skipped(tmp_path: Path) -> None:
     assert read_lines(file) == {"a": 1}  # the last line that is whole
     append_line(file, "c", 3)  # on a line of its own
     assert read_lines(file) == {"a": 1, "c": 3}
+
+
+def test_temporary_files_of_dead_processes_are_removed_and_no_others(tmp_path: Path) -> None:
+    dead = 2**22 + 1  # above the largest process id of Linux
+    for name in (f".a.headwise-{dead}.json", f".b.headwise-{dead}.json", f".a-{dead}.json", ".a.headwise-x.json"):
+        (tmp_path / name).write_text("")
+    write_json(tmp_path / "a.json", 1)
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        ["a.json", f".b.headwise-{dead}.json", f".a-{dead}.json", ".a.headwise-x.json"]
+    )

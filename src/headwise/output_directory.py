@@ -154,11 +154,12 @@ class OutputDirectory:
             self._check_names(entries, force=True)
             own = [name for name, entry in self._files.items() if entry["command"] == self.command]
             stale = [name for name in own if name not in entries and (self.exclusive or name in self.names)]
-            self._write_marker(publishing=entries, stale=stale)
             try:
+                self._write_marker(publishing=entries, stale=stale)
                 self._rename_all(entries, stale)
-            except BaseException:  # an interruption between two renames: complete them first
-                self._rename_all(entries, stale)
+            except BaseException:  # interrupted after the first step: complete the others first
+                if _read_marker(self.path / MARKER)["publishing"]:
+                    self._rename_all(entries, stale)
                 raise
         self._written.clear()
 
@@ -286,6 +287,15 @@ def directory_for(target: str | Path | OutputDirectory, **options: Any) -> Itera
 
 def _rank(name: str) -> int:
     return LAST.index(name) if name in LAST else -1
+
+
+def check_unchanged(directory: Path, suffix: str) -> None:
+    """Raise InputError if a file with this suffix is not as the marker in `directory` lists it; without one, pass."""
+    for name, entry in _read_marker(directory / MARKER)["files"].items():
+        file = directory / name
+        if name.endswith(suffix) and not _same(file.resolve(), entry):
+            state = "has been changed since headwise wrote it" if file.exists() else "is missing"
+            raise InputError(f"{shown(file)} {state}; make it again, or delete {MARKER} there if you mean it to be so")
 
 
 def _contents(file: Path) -> dict[str, Any]:

@@ -19,7 +19,10 @@ from typing import Any
 
 from headwise.errors import InputError, shown
 
-PARTIAL_NAMES = re.compile(r"\.?(key|drifts|batch-\d+|fit-[0-9a-f]+)(-\d+)?(\.pt|\.jsonl)?")
+TEMPORARY = ".headwise-"
+"""Between the name of a file and the process that writes it, in the name of its temporary file."""
+
+PARTIAL_NAMES = re.compile(r"\.?(key|drifts|batch-\d+|fit-[0-9a-f]+)(\.headwise-\d+)?(\.pt|\.jsonl)?")
 
 
 @contextlib.contextmanager
@@ -47,11 +50,12 @@ def atomic(path: Path, *, flush: bool = True) -> Iterator[Path]:
     Without `flush` the file may be damaged by a power failure, which is enough for partial results.
     """
     path = path.expanduser()
-    temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    temporary = path.with_name(f".{path.stem}{TEMPORARY}{os.getpid()}{path.suffix}")
     made: list[Path] = []
     try:
         with writing(path):
             made = make_directories(path.parent)
+            _remove_abandoned(path)
             temporary.touch()  # fails now, not after the work, if the directory cannot be written
         yield temporary
         with writing(path):
@@ -150,6 +154,20 @@ def read_lines(path: Path) -> dict[str, Any]:
 
 def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove temporary files of `path` whose process has ended."""
+    before, after = f".{path.stem}{TEMPORARY}", path.suffix
+    for file in path.parent.iterdir():
+        pid = file.name.removeprefix(before).removesuffix(after)
+        if file.name == f"{before}{pid}{after}" and pid.isdecimal() and not file.is_dir():
+            try:
+                os.kill(int(pid), 0)
+            except (ProcessLookupError, OverflowError):
+                file.unlink(missing_ok=True)
+            except OSError:  # a process of another user
+                continue
 
 
 def followed(path: Path) -> Path:

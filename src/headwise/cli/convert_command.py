@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,8 @@ def _convert(options: argparse.Namespace, file: Path) -> Any:
     from headwise.convolution.exported_program import convert_exported
     from headwise.models.factory import call_factory
     from headwise.models.gate import Trust, load_program
-    from headwise.outputs import writing
 
+    written = io.BytesIO()
     mode = exact if options.soft is None else soft(options.soft)
     if options.model.endswith(".pt2"):
         if options.out.suffix != ".pt2":
@@ -77,13 +78,21 @@ def _convert(options: argparse.Namespace, file: Path) -> Any:
             raise InputError("exporting needs the shape of an input: add --input with its sizes, such as 1,3,32,32")
         new, receipt = convert(model, mode, probe=probe)
         if options.out.suffix == ".pt":
-            with writing(options.out):
-                torch.save(new.state_dict(), file)
+            torch.save(new.state_dict(), written)
+            _write(options.out, file, written)
             return receipt
         program = torch.export.export(new.eval(), (probe,))
-    with writing(options.out):
-        torch.export.save(program, file)
+    torch.export.save(program, written)
+    _write(options.out, file, written)
     return receipt
+
+
+def _write(out: Path, file: Path, written: io.BytesIO) -> None:
+    """Write what torch has saved in memory: its own writer ends the process when the disk is full."""
+    from headwise.outputs import writing
+
+    with writing(out):
+        file.write_bytes(written.getbuffer())
 
 
 def _sizes(text: str) -> list[int]:

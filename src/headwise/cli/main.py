@@ -30,8 +30,14 @@ from headwise.cli.options import Parser
 from headwise.errors import HeadwiseError
 
 BUG = 70
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed")
-"""What torch writes into a RuntimeError when an allocation fails."""
+OUT_OF_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "Storage size calculation overflowed",
+    "failed to map segment",
+)
+"""What torch writes into a RuntimeError when an allocation fails, and the loader when an extension finds no room."""
 
 # name -> (module, one line of help); a new command is one new line here
 COMMANDS: dict[str, tuple[str, str]] = {

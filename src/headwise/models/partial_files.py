@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from headwise.outputs import atomic, writing
 
 def save_partial(path: Path, run: str, value: Any) -> None:
     """Write tensors, plain values, and lists and dicts of them as a partial result of the run with this key."""
-    saved = {"run": run, "value": value, "sha256": content_hash(value)}
+    written = io.BytesIO()  # torch's own writer of files ends the process when the disk is full
+    torch.save({"run": run, "value": value, "sha256": content_hash(value)}, written)
     with atomic(path, flush=False) as temporary, writing(path):
-        torch.save(saved, temporary)
+        temporary.write_bytes(written.getbuffer())
 
 
 def load_partial(path: Path, run: str) -> Any | None:

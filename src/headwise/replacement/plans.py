@@ -6,6 +6,7 @@ tensors of every choice that was fitted, so an edited choice finds its tensors.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,7 +77,12 @@ PLAN_FILE = fields(
         "curve": list_of(_POINT),
         "baselines": list_of(_POINT),
     },
-    {"timing": map_of(anything), "skipped": map_of(string()), "provenance": map_of(anything)},
+    {
+        "timing": map_of(anything),
+        "skipped": map_of(string()),
+        "provenance": map_of(anything),
+        "tensors": string(),  # SHA-256 of plan.safetensors
+    },
 )
 """plan.json, as docs/reference/plan-json.md describes it."""
 
@@ -229,12 +235,14 @@ class Plan:
         }
         with directory_for(directory, command="plan", names=FILES, force=force) as out:
             out.key = str(self.provenance.get("run", ""))
+            facts = self.to_dict()
             if tensors:
                 from safetensors.torch import save_file
 
                 with out.atomic("plan.safetensors") as path:
                     save_file(tensors, path)
-            out.write_text("plan.json", _one_line_per_head(self.to_dict()) + "\n")
+                    facts["tensors"] = _sha256(path)
+            out.write_text("plan.json", _one_line_per_head(facts) + "\n")
             return [out.path / name for name in (FILES if tensors else FILES[:1])]
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,7 +275,7 @@ class Plan:
         file = path / "plan.json" if path.is_dir() else path
         facts = read_json(file, PLAN_FILE, "a plan.json that `headwise plan` wrote, or its directory")
         try:
-            return _from_facts(facts, _read_tensors(file.with_suffix(".safetensors")))
+            return _from_facts(facts, _read_tensors(file.with_suffix(".safetensors"), facts.get("tensors")))
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
 
@@ -349,13 +357,23 @@ def check_tolerance(tolerance: float, measure: str | None = None) -> None:
         raise InputError(f"tolerance is {tolerance:g}, but a drift of cosines, 1 - cos, is at most 2")
 
 
-def _read_tensors(file: Path) -> FittedTensors:
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _read_tensors(file: Path, sha256: str | None) -> FittedTensors:
+    """The learned tensors of a plan; `sha256` is that of the file when the plan was written, None if there was none."""
+    if sha256 is not None and not file.is_file():
+        raise InputError(f"its learned tensors, {file}, are missing; copy both files, or plan again")
     if not file.exists():
         return {}
     fitted: dict[tuple[str, int, Choice], dict[str, Tensor]] = {}
     try:
         from safetensors.torch import load_file
 
+        if sha256 is not None and _sha256(file) != sha256:
+            raise InputError("it is not the file that was written with this plan; copy both files, or plan again")
         for key, x in load_file(file).items():
             site, head, choice, name = key.rsplit("|", 3)
             fitted.setdefault((site, int(head), Choice.from_str(choice)), {})[name] = x

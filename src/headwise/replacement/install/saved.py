@@ -15,7 +15,7 @@ from headwise.errors import HeadwiseError, InputError
 from headwise.models.gate import UNTRUSTED, Trust, from_pretrained, one_line, quiet, transformers_library
 from headwise.models.load import LoadedModel, check_values, save_preprocessor
 from headwise.models.weight_files import check_directory
-from headwise.output_directory import OutputDirectory
+from headwise.output_directory import OutputDirectory, check_unchanged
 from headwise.outputs import writing
 from headwise.replacement.install.other_models import RewrittenModel
 from headwise.replacement.install.transformers_models import PREFIX, check_complete, rewritten_class
@@ -37,7 +37,14 @@ def load(
     if (path / WEIGHTS).is_file():
         if model is None:
             raise InputError(f"{path} holds weights and a plan; pass the original model too: load(directory, model=…)")
-        return _load_weights(path, model)
+        new = _load_weights(path, model)
+    else:
+        new = _load_pretrained(path, trust, options)
+    check_unchanged(path, ".safetensors")
+    return new
+
+
+def _load_pretrained(path: Path, trust: Trust, options: dict[str, Any]) -> nn.Module:
     if not (path / "config.json").is_file():
         raise InputError(f"{path} has no config.json; name the directory that save_pretrained wrote")
     check_directory(path, allow_pickle=False)

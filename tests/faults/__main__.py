@@ -1,0 +1,7 @@
+"""`python -m tests.faults`"""
+
+import sys
+
+from tests.faults.campaign import main
+
+sys.exit(main())
