@@ -1,6 +1,7 @@
 """How many inputs each hostile test generated, and how many it should generate.
 
-HEADWISE_EXAMPLES  examples of each hypothesis test: a number, or "large" for 5000 (default: the number in the test)
+HEADWISE_EXAMPLES  examples of each hypothesis test: a number, or "large" for ten times the default (default: the
+                   number in the test)
 HEADWISE_COUNTS    a file to which {"test": …, "inputs": …} is appended for each test when the process ends
 """
 
@@ -25,7 +26,8 @@ def hostile(default: int) -> settings:
     """Settings of a hypothesis test with `default` examples, or as many as HEADWISE_EXAMPLES asks for."""
     wanted = os.environ.get("HEADWISE_EXAMPLES", "")
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    return settings(max_examples={"": default, "large": 5000}.get(wanted) or int(wanted), suppress_health_check=slow)
+    examples = {"": default, "large": 10 * default}.get(wanted) or int(wanted)
+    return settings(max_examples=examples, suppress_health_check=slow)
 
 
 @atexit.register

@@ -5,14 +5,13 @@ built is then applied to an input drawn the same way.  Either it works, or it ra
 of memory); no other exception leaves headwise.  New public names are tried without a change here; a parameter whose
 name is not known fails `test_every_parameter_has_a_fitting_value`.
 
-HEADWISE_EXAMPLES=large draws 400 examples of each instead of 12.
+HEADWISE_EXAMPLES sets the number of examples of each, see `counting`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -33,8 +32,7 @@ from headwise.operators import AttentionOperator, projected, projected_blocks, s
 from headwise.operators.linear import projections
 from headwise.operators.relative import encodings, quadratic
 from headwise.testing.contract import normal
-
-EXAMPLES = 400 if os.environ.get("HEADWISE_EXAMPLES") == "large" else 12
+from tests.hostile.counting import count, hostile
 
 N, K = 6, 4
 
@@ -157,8 +155,8 @@ FITTING: dict[str, list[Any]] = {
     "key_padding_mask": [None, ~BOOLEAN.expand(2, N), f32(2, N)],
     "attn_mask": [None, f32(N, N), f32(4, N, N), ~torch.ones(N, N, dtype=torch.bool).tril()],
     "is_causal": [False, True],
-    "apply": [lambda x: MATRIX @ x],
-    "adjoint": [lambda x: MATRIX.mT @ x],
+    "apply": [lambda x: MATRIX.to(x) @ x],
+    "adjoint": [lambda x: MATRIX.to(x).mT @ x],
     "shape": [(N, N), torch.Size((N, N))],
     "like": [MATRIX],
     "spectrum": [SPECTRUM],
@@ -280,11 +278,12 @@ def survives(run: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+@hostile(12)
 @given(data=st.data())
 def test_any_arguments(name: str, data: st.DataObject) -> None:
     call = ALL[name]
     args, kwargs = data.draw(calls(name, call))
+    count("constructors and functions")
     built = survives(lambda: call(*args, **kwargs))
     if isinstance(built, (AttentionOperator, nn.Module)):
         x, masks = data.draw(inputs(built))

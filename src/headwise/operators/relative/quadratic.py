@@ -165,7 +165,7 @@ def rotated(grid: Sequence[int], centres: Tensor, precision: Tensor, *, key_mask
     away = (at[None, :] - at[:, None]).to(centres.dtype) - centres[..., None, None, :]  # (*batch, n, n, D)
     bias = -((away @ precision.unsqueeze(-3)) * away).sum(-1) / 2
     q = centres.new_zeros(*bias.shape[:-1], 1)
-    return softmax(q, q, attn_bias=bias, pair_mask=None if key_mask is None else key_mask.unsqueeze(-2))
+    return softmax(q, q, attn_bias=bias, key_mask=key_mask)
 
 
 def log_width(alpha: Tensor | float) -> Tensor:
