@@ -218,6 +218,7 @@ def test_a_closed_or_full_output(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (2, "headwise tour: No space left on device\n")
 
 
+@pytest.mark.slow
 def test_an_output_that_is_not_unicode() -> None:
     done = in_a_shell("headwise tour --side 4", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,6 @@
 """How many inputs each hostile test generated, and how many it should generate.
 
-HEADWISE_EXAMPLES  examples of each hypothesis test: a number, or "large" for ten times the default (default: the
+HEADWISE_EXAMPLES  examples of each hypothesis test: a number, or "large" for fifteen times the default (default: the
                    number in the test)
 HEADWISE_COUNTS    a file to which {"test": …, "inputs": …} is appended for each test when the process ends
 """
@@ -26,7 +26,7 @@ def hostile(default: int) -> settings:
     """Settings of a hypothesis test with `default` examples, or as many as HEADWISE_EXAMPLES asks for."""
     wanted = os.environ.get("HEADWISE_EXAMPLES", "")
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    examples = {"": default, "large": 10 * default}.get(wanted) or int(wanted)
+    examples = {"": default, "large": 15 * default}.get(wanted) or int(wanted)
     return settings(max_examples=examples, suppress_health_check=slow)
 
 

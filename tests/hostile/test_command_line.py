@@ -259,7 +259,7 @@ def test_command_lines(
 ) -> None:
     codes = set()
 
-    @hostile(40)
+    @hostile(20)
     @given(lines(words, parser))
     def check(argv: list[str]) -> None:
         count("command line")

@@ -278,7 +278,7 @@ def survives(run: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-@hostile(12)
+@hostile(8)
 @given(data=st.data())
 def test_any_arguments(name: str, data: st.DataObject) -> None:
     call = ALL[name]

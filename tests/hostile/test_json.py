@@ -137,7 +137,7 @@ def test_plans(plan: Plan, model: torch.nn.Module, tmp_path: Path) -> None:
     assert Plan.load(file).sites == plan.sites
     outcomes = {True: 0, False: 0}
 
-    @hostile(100)
+    @hostile(60)
     @given(changed(facts).map(text_of) | damaged(text_of(facts)))
     def check(content: bytes) -> None:
         count("plan.json")
@@ -180,7 +180,7 @@ def test_reports(model: torch.nn.Module, plan: Plan, tmp_path: Path, capsys: pyt
         record |= {"profile": [0.5], "spectrum": [1.0], "measures": dict(list(record["measures"].items())[:5])}
     outcomes = {0: 0, 2: 0}
 
-    @hostile(100)
+    @hostile(60)
     @given(changed(facts).map(text_of) | damaged(text_of(facts)), st.booleans())
     def check(content: bytes, as_json: bool) -> None:
         count("report.json")

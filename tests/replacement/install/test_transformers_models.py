@@ -425,7 +425,8 @@ def test_training_reaches_the_new_tensors() -> None:
             assert (x.grad is not None and x.grad.abs().sum() > 0) or "key.bias" in name, name
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert"])
 def test_compiled(name: str) -> None:
     model, batch = made(name)
     new = shaken(headwise.rewrite(model, plan_for(model, batch, SOME))[0])
