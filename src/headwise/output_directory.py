@@ -55,6 +55,7 @@ class OutputDirectory:
         self.key = ""
         """Key of the run, for the marker."""
         self._written: list[str] = []
+        self._begun = False  # the marker may say that files are being renamed
         self._files: dict[str, dict[str, Any]] = {}  # of the marker
 
     def __enter__(self) -> Self:
@@ -154,6 +155,7 @@ class OutputDirectory:
             self._check_names(entries, force=True)
             own = [name for name, entry in self._files.items() if entry["command"] == self.command]
             stale = [name for name in own if name not in entries and (self.exclusive or name in self.names)]
+            self._begun = True
             try:
                 self._write_marker(publishing=entries, stale=stale)
                 self._rename_all(entries, stale)
@@ -161,6 +163,7 @@ class OutputDirectory:
                 if _read_marker(self.path / MARKER)["publishing"]:
                     self._rename_all(entries, stale)
                 raise
+        self._begun = False
         self._written.clear()
 
     def _rename_all(self, entries: Mapping[str, dict[str, Any]], stale: Iterable[str]) -> None:
@@ -262,8 +265,13 @@ class OutputDirectory:
         _remove_tree(path)
 
     def _close(self) -> None:
-        with contextlib.suppress(OSError):
-            if not _read_marker(self.path / MARKER)["publishing"]:
+        if not (self._begun and _may_be_publishing(self.path / MARKER)):
+            for name in self._written:  # one by one: to list a directory takes a descriptor, and there may be none left
+                file = self.path / STAGED / name
+                with contextlib.suppress(OSError):
+                    file.unlink(missing_ok=True)
+                    file.parent.rmdir()
+            with contextlib.suppress(OSError):
                 _remove_tree(self.path / STAGED)
         self._lock.release()
         self._remove_empty()
@@ -330,6 +338,17 @@ def _read_marker(file: Path) -> dict[str, Any]:
     listed = marker.get("stale")
     stale = [name for name in (listed if isinstance(listed, list) else ()) if isinstance(name, str) and _inside(name)]
     return {"files": entries("files"), "publishing": entries("publishing"), "stale": stale}
+
+
+def _may_be_publishing(marker: Path) -> bool:
+    """Whether the marker lists files that are being renamed; also if it cannot be read."""
+    try:
+        marker.read_bytes()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return bool(_read_marker(marker)["publishing"])
 
 
 def _is_entry(name: str, entry: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,8 +145,13 @@ def _verified(directory: Path, _: str) -> Any:
     return steady_json(directory / "out.json")
 
 
+LOADING = threading.Lock()
+"""torch.export.load keeps its state in a global variable, and trials run in several threads."""
+
+
 def _converted(directory: Path, out: str) -> Any:
-    program = torch.export.load(directory / "out.pt2")
+    with LOADING:
+        program = torch.export.load(directory / "out.pt2")
     return {name: x.tolist() for name, x in program.state_dict.items()}, steady(json.loads(out))
 
 

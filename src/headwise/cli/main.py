@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import os
@@ -36,8 +37,12 @@ OUT_OF_MEMORY = (
     "can't allocate memory",
     "Storage size calculation overflowed",
     "failed to map segment",
+    "could not create a primitive",
 )
-"""What torch writes into a RuntimeError when an allocation fails, and the loader when an extension finds no room."""
+"""What torch and oneDNN write into a RuntimeError when an allocation fails, and the loader when there is no room."""
+
+FILE_SYSTEM = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+"""Errors of the file system that torch and safetensors raise as exceptions of other types."""
 
 # name -> (module, one line of help); a new command is one new line here
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -63,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a name that the terminal cannot show must not end the run
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _signals():
+        with _signals(restore=argv is not None):
             code = _run(arguments)
             _flush()  # an error of the last write belongs here, not to the end of the interpreter
             return code
@@ -115,6 +120,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
         return 2, f"{error.strerror or reason}{where}"
     if isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY):
         return 2, f"not enough memory; use fewer or shorter inputs, or a smaller model ({reason})"
+    if any(os.strerror(number) in str(error) for number in FILE_SYSTEM):
+        return 2, reason
     if isinstance(error, RecursionError):
         return 2, f"the input is nested too deeply ({reason})"
     if isinstance(error, UnicodeError):
@@ -141,8 +148,11 @@ class _Stopped(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP raises _Stopped; the second lets clean-up finish; the third ends at once."""
+def _signals(*, restore: bool) -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises _Stopped; the second lets clean-up finish; the third ends at once.
+
+    Afterwards the handlers are restored; if the process is about to end, SIGINT is ignored instead.
+    """
     received = 0
 
     def stop(number: int, frame: object) -> None:
@@ -167,7 +177,8 @@ def _signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            after = signal.SIG_IGN if number == signal.SIGINT and not restore else handler
+            signal.signal(number, signal.SIG_DFL if after is None else after)
 
 
 def _parser() -> argparse.ArgumentParser:
