@@ -290,6 +290,18 @@ def test_files_that_are_no_programs(content: bytes, tmp_path: Path) -> None:
         load_program(tmp_path / "x.pt2", Trust())
 
 
+def test_a_flipped_bit_in_the_weights_of_a_program_is_noticed(program: Path, tmp_path: Path) -> None:
+    content = bytearray(program.read_bytes())
+    with zipfile.ZipFile(program) as archive:
+        weights = next(x for x in archive.infolist() if "/data/weights/weight_" in x.filename)
+        data = archive.read(weights)
+    content[content.index(data) + len(data) // 2] ^= 1
+    damaged = tmp_path / "damaged.pt2"
+    damaged.write_bytes(content)
+    with pytest.raises(InputError, match=r"is damaged: the checksum of .*weight_0 is wrong"):
+        load_program(damaged, Trust())
+
+
 @pytest.mark.parametrize("keep", [0.3, 0.9, 0.999])
 def test_truncated_programs(keep: float, program: Path, tmp_path: Path) -> None:
     content = program.read_bytes()

@@ -76,7 +76,8 @@ def _refusal(path: Path, why: str) -> InputError:
 def _open(path: Path, content: bytes) -> tuple[Any, list[str]]:
     """A reader, and the members; zipfile and torch's own reader must see the same ones."""
     try:
-        entries = zipfile.ZipFile(io.BytesIO(content)).infolist()
+        archive = zipfile.ZipFile(io.BytesIO(content))
+        entries = archive.infolist()
         reader = torch._C.PyTorchFileReader(io.BytesIO(content))
     except (RuntimeError, zipfile.BadZipFile) as error:
         raise InputError(f"{path} is not an exported program: {str(error).splitlines()[0]}") from error
@@ -88,6 +89,8 @@ def _open(path: Path, content: bytes) -> tuple[Any, list[str]]:
         raise _refusal(path, "it holds two members of one name")
     if sum(entry.file_size for entry in entries) > len(content):
         raise InputError(f"{path} unpacks to more bytes than torch.export.save writes; it is not loaded")
+    if (damaged := archive.testzip()) is not None:
+        raise InputError(f"{path} is damaged: the checksum of {damaged} is wrong; export or copy it again")
     return reader, members
 
 
