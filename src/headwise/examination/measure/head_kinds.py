@@ -94,7 +94,7 @@ def describe(kind: HeadKind, x: Mapping[str, float], modes: Mapping[str, Mode]) 
         return f"rank {rank} reproduces its output within {100 * value:.1f} %"
     if kind.name == "broad":
         return f"spreads widely ({value:.0%} of the largest possible entropy)"
-    loss = "its rank was not measured on these texts" if last == first else f"rank {rank} would lose {x[last]:.0%} of its output"
+    loss = f"rank {rank} would lose {x[last]:.0%} of its output" if last != first else "its rank was not measured there"
     return f"attends near and far, by content; {loss}"
 
 
