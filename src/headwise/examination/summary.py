@@ -123,7 +123,7 @@ def _measures_and_kind(
         "judged": judged,
         "kind_counts": dict(counts),
         "stability": shares[name] if judged > 1 else math.nan,
-        "measures": {m: _statistic(x) for m, x in {**numbers, **spectral}.items() if m not in discrete},
+        "measures": {m: _statistic(x) for m, x in both.items() if m not in discrete},
         "modes": {measure: _mode(every[measure]) for measure in every if measure in discrete},
         "by_text": {m: [float(f"{x:.5g}") for x in both[m]] for m in both if MEASURES[m].compared},
     }
@@ -234,12 +234,13 @@ def _mean_spectrum(rows: list[Tensor]) -> Tensor | None:
     return torch.stack([x[:, :width] for x in rows]).mean(0)
 
 
-def _statistic(x: Tensor) -> Statistic:
-    x = x[~x.isnan()]
-    if not len(x):
+def _statistic(values: Sequence[float]) -> Statistic:
+    x = [value for value in values if not math.isnan(value)]
+    if not x:
         return Statistic(math.nan, math.nan, math.nan, math.nan, 0)
-    std = x.std().item() if len(x) > 1 else math.nan
-    return Statistic(x.mean().item(), std, x.min().item(), x.max().item(), len(x))
+    mean = sum(x) / len(x)
+    std = math.sqrt(sum((value - mean) ** 2 for value in x) / (len(x) - 1)) if len(x) > 1 else math.nan
+    return Statistic(mean, std, min(x), max(x), len(x))
 
 
 def _mode(values: Sequence[float]) -> Mode:
