@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -374,3 +375,14 @@ def test_temporary_files_of_dead_processes_are_removed_and_no_others(tmp_path: P
     assert sorted(os.listdir(tmp_path)) == sorted(
         ["a.json", f".b.headwise-{dead}.json", f".a-{dead}.json", ".a.headwise-x.json"]
     )
+
+
+def test_files_are_removed_although_no_descriptor_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rmtree(path: Path) -> None:  # it lists the directory, which takes a descriptor
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with contextlib.suppress(KeyboardInterrupt), OutputDirectory(tmp_path / "out", command="examine") as out:
+        out.write_text("figures/a.svg", "a")
+        monkeypatch.setattr("shutil.rmtree", rmtree)
+        raise KeyboardInterrupt
+    assert [x for x in tmp_path.rglob("*") if x.is_file()] == []

@@ -79,6 +79,8 @@ BUG = "this is a bug in headwise: run again with --debug for the traceback, and 
         (MemoryError(), 2, "not enough memory; use fewer or shorter inputs, or a smaller model (MemoryError)\n"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: x"), 2, "not enough memory; use"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GB"), 2, "not enough memory; use"),
+        (RuntimeError("could not create a primitive"), 2, "not enough memory; use"),
+        (RuntimeError("unable to open file <x>: Too many open files (24)"), 2, "RuntimeError: unable to open file <x>"),
         (RecursionError("maximum recursion depth exceeded"), 2, "the input is nested too deeply"),
         (UnicodeEncodeError("ascii", "\u2192", 0, 1, "no"), 2, "text that cannot be read or written"),
         (KeyboardInterrupt(), 130, "interrupted\n"),

@@ -130,7 +130,7 @@ def _print(examination: Examination, files: list[Path]) -> None:
     title = f"The {len(rows)} most unusual heads"
     print_table(title, headings, rows, words=("layer", "kind", "description"))
     spectra = f"{examination.inputs['spectra_texts']} of {examination.inputs['texts']} texts have spectra"
-    print(f"kind 2/3: two of the three texts on which it was judged; {spectra}, which give rank and error")
+    print(f"2/3 after a kind: on 2 of the 3 texts that could be judged; {spectra}, for ranks and errors")
     for what, part in (("collapse curves", examination.ablations), ("path lengths", examination.paths)):
         if part.get("why"):
             print(f"{what} were not measured: {part['why']}")

@@ -78,9 +78,9 @@ def load_program(path: str | Path, trust: Trust) -> torch.export.ExportedProgram
 
 
 def from_pretrained(auto_class: Any, source: Path | str, trust: Trust, **options: Any) -> Any:
-    """auto_class.from_pretrained(source) for configs, tokenizers and processors; custom code is refused, not asked for.
+    """auto_class.from_pretrained(source) for configs, tokenizers and processors.
 
-    Every failure is an InputError.
+    Code that comes with them is refused without a prompt.  Every failure is an InputError.
     """
     if isinstance(source, Path):
         options["local_files_only"] = True

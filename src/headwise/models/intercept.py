@@ -230,7 +230,7 @@ class _ReplacedFunctions:
             self._open = tuple(each for each in self._open if each is not interception)
             while self._places and not self._open:
                 namespace, name, original, replacement = self._places[-1]
-                if getattr(namespace, name) is replacement:  # nobody else has replaced it since
+                if getattr(namespace, name) is replacement:  # not replaced by other code in the meantime
                     setattr(namespace, name, original)
                 self._places.pop()
 

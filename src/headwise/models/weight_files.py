@@ -1,4 +1,4 @@
-"""The files that a model directory loads its weights from: safetensors inside the directory, or a sentence.
+"""The files that a model directory loads its weights from: safetensors inside the directory, or InputError.
 
 transformers reads whatever an index names, pickles and files elsewhere included.
 """
