@@ -55,6 +55,7 @@ class Record:
     by_text: Mapping[str, list[float]]  # compared measures on each text where they were measured
     profile: list[float]  # mean weight at offsets -64 ... 64
     spectrum: list[float]  # leading singular values, mean over texts with spectra; empty if not measured
+    traits: list[str] = field(default_factory=list)  # what else holds of the head beside its kind, such as "induction"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class Examination:
     paths: Mapping[str, Any] = field(default_factory=dict)
     ablations: Mapping[str, Any] = field(default_factory=dict)
     excerpt: Mapping[str, Any] = field(default_factory=dict)
+    advice: list[Mapping[str, Any]] = field(default_factory=list)  # what to do: topic, text, heads, command
+    unseen: list[Mapping[str, Any]] = field(default_factory=list)  # attention that was not measured: name, class, why
+    by_length: Mapping[str, Any] = field(default_factory=dict)  # lengths, and the kinds of all records at each
     schema: int = SCHEMA
 
     def to_dict(self) -> dict[str, Any]:

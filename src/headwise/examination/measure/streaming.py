@@ -41,6 +41,7 @@ class HeadSums:
     entropy: Tensor  # (h, m) H_i
     row_maximum: Tensor  # (h, m) max_j P_ij
     row_squares: Tensor  # (h, m) sum_j P_ij^2
+    log_sum_exp: Tensor  # (h, m) log sum_j exp S_ij, so that P_ij = exp(S_ij - log_sum_exp_i) for any pair
     largest_score: Tensor  # (h,) max_ij S_ij
     received: Tensor  # (h, n) c_j / m, the mean weight that key j receives
     diagonals: Tensor  # (h, m + n - 1) t_delta for delta = -(m - 1) ... n - 1, float64
@@ -164,6 +165,7 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
         entropy=z.log() - dot / z,
         row_maximum=1 / z,
         row_squares=(norm / z).square(),
+        log_sum_exp=peak + z.log(),
         largest_score=peak.amax(-1),
         received=received / m,
         diagonals=diagonals.double(),
