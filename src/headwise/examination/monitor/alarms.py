@@ -25,7 +25,7 @@ class AlarmRules:
     not finite: a score is NaN or infinite.
     """
 
-    largest_logit: float = 25.0
+    largest_logit: float = 50.0
     growth: float = 2.0
     window: int = 5
     entropy_share: float = 0.01

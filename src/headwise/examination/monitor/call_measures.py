@@ -121,10 +121,10 @@ class _Scores:
         """S of the queries `index` (b, h, r, n), the number of keys of each, and whether it is a query at all."""
         index = index.to(self.q.device)
         mask = _rows_of(self.mask, index)
-        q, k = self.q[group].index_select(-2, index).float() * self.scale, self.k[group].float()
-        s = self._scores(q, k, mask, group)
-        hidden = s <= limits.HIDDEN
         real = _take(self.real, group)[..., index]
+        q = torch.where(real.unsqueeze(-1), self.q[group].index_select(-2, index).float() * self.scale, 0)
+        s = self._scores(q, self.k[group].float(), mask, group)
+        hidden = s <= limits.HIDDEN
         return s, self.n - hidden.sum(-1), real.expand(s.shape[:-1])
 
     def _scores(self, q: Tensor, k: Tensor, mask: Mask, group: slice) -> Tensor:
@@ -192,7 +192,7 @@ def _row_sums(scores: _Scores, index: Tensor) -> tuple[Tensor, Tensor, Tensor, T
             for half in (0, 1):
                 received[half] += p[..., half::2, :].sum(-2)
                 counted[half] += real[..., half::2].sum(-1, keepdim=True)
-        mass, told = _sink_mass(received / counted.clamp(min=1), counted)
+        mass, told = _sink_mass(received, counted, every_row=len(index) == scores.m)
         totals[5:] += torch.stack([mass.sum(0, dtype=torch.float64), told.sum(0, dtype=torch.float64)])
     entropy, share, choice, maximum, real, sink, told = totals
     return (
@@ -205,15 +205,19 @@ def _row_sums(scores: _Scores, index: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     )
 
 
-def _sink_mass(received: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """(b, h) max_j c_j, c_j the mean weight that key j receives; and whether there were rows in both halves to tell.
+def _sink_mass(received: Tensor, counted: Tensor, *, every_row: bool) -> tuple[Tensor, Tensor]:
+    """(b, h) max_j c_j, c_j the mean weight that key j receives; and whether there were rows to tell.
 
-    The key is chosen by half of the rows and its mass read off the other half, both ways.  Choosing and reading by the
-    same few rows would report 1 / rows for a head that attends to another key in every row.
+    Of a sample, the key is chosen by half of the rows and its mass read off the other half, both ways.  Choosing and
+    reading by the same few rows would report 1 / rows for a head that attends to another key in every row.
     """
-    a, b = received
-    mass = (a.gather(-1, b.argmax(-1, keepdim=True)) + b.gather(-1, a.argmax(-1, keepdim=True))).squeeze(-1) / 2
-    told = (counted > 0).all(0).squeeze(-1)
+    if every_row:
+        told = counted.sum(0).squeeze(-1) > 0
+        mass = (received.sum(0) / counted.sum(0).clamp(min=1)).amax(-1)
+    else:
+        told = (counted > 0).all(0).squeeze(-1)
+        a, b = received / counted.clamp(min=1)
+        mass = (a.gather(-1, b.argmax(-1, keepdim=True)) + b.gather(-1, a.argmax(-1, keepdim=True))).squeeze(-1) / 2
     return torch.where(told, mass, 0.0), told
 
 
