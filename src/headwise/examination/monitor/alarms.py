@@ -19,13 +19,15 @@ REPEAT_AFTER = 10
 class AlarmRules:
     """The limits of alarms; the defaults were chosen on small language models (benchmarks/monitor.py).
 
-    logit growth: the largest score is `growth` times what it was `window` measurements ago, and above `largest_logit`.
+    logit growth: the largest score is above `high_logit`, and `growth` times what it was `window` measurements ago; or
+    it is above `logit_limit`, where scores in bfloat16 are multiples of 4.
     entropy collapse: the share of entropy is below `entropy_share`, and a tenth of what it was.
     rank collapse: the effective rank is below `rank`, and a quarter of what it was when last measured.
     not finite: a score is NaN or infinite.
     """
 
-    largest_logit: float = 50.0
+    high_logit: float = 50.0
+    logit_limit: float = 1000.0
     growth: float = 2.0
     window: int = 5
     entropy_share: float = 0.01
@@ -56,18 +58,15 @@ class AlarmWatch:
         logits = history.series("max_logit", rules.window + 2)
         for i in _where(logits[-1] == math.inf):
             yield "not finite", history.heads[i], "a score is NaN or infinite"
+        before = _lower(logits[:2]) if len(history) > rules.window else torch.full_like(logits[-1], math.nan)
+        grown = (logits[-2:].amin(0) > rules.high_logit) & (logits[-1] > rules.growth * before.clamp(min=0))
+        for i in _where((grown | (logits[-1] > rules.logit_limit)) & (logits[-1] < math.inf)):
+            was = "" if before[i].isnan() else f", {before[i]:.3g} {ago}"
+            yield "logit growth", history.heads[i], f"the largest score is {logits[-1, i]:.3g}{was}"
         if len(history) <= rules.window:
             return
-        before = _median(logits[:2])
-        for i in _where((logits[-2:].amin(0) > rules.largest_logit) & (logits[-1] > rules.growth * before.clamp(min=0))):
-            if logits[-1, i] < math.inf:
-                yield (
-                    "logit growth",
-                    history.heads[i],
-                    f"the largest score is {logits[-1, i]:.3g}, {before[i]:.3g} {ago}",
-                )
         shares = history.series("entropy_share", rules.window + 2)
-        was = _median(shares[:2])
+        was = _lower(shares[:2])
         for i in _where((shares[-1] < rules.entropy_share) & (shares[-1] < was / 10)):
             yield (
                 "entropy collapse",
@@ -83,12 +82,16 @@ class AlarmWatch:
             )
 
     def _two_ranks(self) -> tuple[Tensor, Tensor]:
-        """The ranks of the last measurement, and those of the one before that had ranks; NaN where there are none."""
-        rows = [row[NAMES.index("effective_rank")] for row in self.history.values]
-        now = rows[-1]
-        earlier = next((row for row in reversed(rows[:-1]) if bool(row.isfinite().any())), torch.empty(0))
+        """The ranks of the last measurement, and for each head the one measured before; NaN where there is none."""
+        ranks = (row[NAMES.index("effective_rank")] for row in reversed(self.history.values))
+        now = next(ranks)
         before = torch.full_like(now, math.nan)
-        before[: len(earlier)] = earlier
+        if bool(now.isfinite().any()):
+            for earlier in ranks:
+                known = before[: len(earlier)]
+                known.copy_(torch.where(known.isnan(), earlier, known))
+                if not bool(before.isnan().any()):
+                    break
         return now, before
 
 
@@ -96,5 +99,6 @@ def _where(condition: Tensor) -> list[int]:
     return condition.nonzero().flatten().tolist()
 
 
-def _median(x: Tensor) -> Tensor:
-    return torch.nanmedian(x, dim=0).values
+def _lower(x: Tensor) -> Tensor:
+    """The lower of two numbers, or the one that is there."""
+    return torch.fmin(x[0], x[1])
