@@ -68,8 +68,8 @@ const cellWords = (names, from, to) => (to - from === 1 ? nameToken(names, from)
 const rootBar = (top) => ({ title: "weight", colour: ramp, ticks: [0, 0.25, 0.5, 0.75, 1].map((t) => [t, percent(t * t * top)]) });
 
 // The whole excerpt by cells.
-function overview(s, h, options = {}) {
-  const { site, means } = ATTENTION.head(s, h), top = site.top[h], names = ATTENTION.tokenNames(site);
+function overview(s, h, options = {}, tools = ATTENTION) {
+  const { site, means } = tools.head(s, h), top = options.top || site.top[h], names = tools.tokenNames(site);
   const { rows, columns, queries, keys } = site;
   const ticks = (length, cells) => evenly(length).map((at) => [(at * cells) / length - 0.5, String(at)]);
   return heatMap({
@@ -85,16 +85,20 @@ const thumbnail = (s, h) => {
   const { site, means } = ATTENTION.head(s, h);
   return bitmap(site.rows, site.columns, (r, c) => ramp(Math.sqrt(means[r * site.columns + c] / site.top[h])));
 };
+// Room for a picture with the names of tokens at its sides, and which of `count` names fit in.
+const isNarrow = () => innerWidth < 700;
+const room = () => (isNarrow() ? { size: 236, left: 78 } : { size: 440, left: 92 });
+const fitting = (count, pixels) => { const every = Math.max(1, Math.ceil((count * 10.5) / pixels)); return range(count).filter((i) => i % every === 0); };
 // A window of single tokens: queries from q, keys from k, `size` of each.
 function windowMap(s, h, q, k, size, chosen, pick) {
   const site = EXCERPT.sites[s], names = ATTENTION.tokenNames(site);
   const rows = Math.min(size, site.queries - q), columns = Math.min(size, site.keys - k);
   const weights = range(rows).map((r) => ATTENTION.weights(s, h, q + r, k, k + columns));
   const top = Math.max(...weights.map((row) => Math.max(...row)), 1e-6);
-  const every = Math.ceil(Math.max(rows, columns) / 48);
-  const ticks = (list, from, count) => range(count).filter((i) => i % every === 0).map((i) => [i, list.length ? shortToken(list[from + i]) : String(from + i)]);
+  const { size: pixels, left } = room(), cell = pixels / Math.max(rows, columns);
+  const ticks = (list, from, count) => fitting(count, cell * count).map((i) => [i, list.length ? shortToken(list[from + i]) : String(from + i)]);
   return heatMap({
-    rows, columns, colour: (r, c) => ramp(Math.sqrt(weights[r][c] / top)), x: "key", y: "query", size: 440, left: 92, slanted: true,
+    rows, columns, colour: (r, c) => ramp(Math.sqrt(weights[r][c] / top)), x: "key", y: "query", size: pixels, left, slanted: true,
     xTicks: ticks(names.keys, k, columns), yTicks: ticks(names.queries, q, rows), bar: rootBar(top),
     title: `Attention between single ${WORDS.units}: queries down, keys across`,
     point: (r, c) => `${nameToken(names.queries, q + r)} → ${nameToken(names.keys, k + c)}: ${percent(weights[r][c])}${ATTENTION.exact(s, q + r, weights[r][c]) ? "" : ", mean of the weaker weights around it"}`,
@@ -109,13 +113,13 @@ function everyHead(query, from, size, heads, names, chosen, pick) {
     return query < s.queries && from < s.keys ? ATTENTION.weights(site, head, query, from, Math.min(from + size, s.keys)) : new Float32Array(0);
   });
   const columns = Math.max(1, ...rows.map((row) => row.length)), at = heads.findIndex((x) => x.index === chosen);
-  const every = Math.max(1, Math.ceil(heads.length / 40)), first = (i) => i === 0 || heads[i - 1].site !== heads[i].site;
-  const fewer = Math.ceil(columns / 48);
+  const { size: wide, left } = room(), tall = clamp(heads.length * 14, 40, 500), first = (i) => i === 0 || heads[i - 1].site !== heads[i].site;
+  const begins = heads.map((_, i) => i).filter(first), named = begins.length > 1 ? begins : range(heads.length), fit = fitting(named.length, tall);
   return heatMap({
-    rows: heads.length, columns, wide: 440, tall: clamp(heads.length * 14, 40, 500), left: 92, slanted: true, x: "key", y: "head",
+    rows: heads.length, columns, wide, tall, left, slanted: true, x: "key", y: "head",
     colour: (r, c) => (c < rows[r].length ? ramp(Math.sqrt(rows[r][c])) : [128, 128, 128]),
-    xTicks: range(columns).filter((i) => i % fewer === 0).map((i) => [i, names.length ? shortToken(names[from + i]) : String(from + i)]),
-    yTicks: heads.map((x, i) => [i, x.label, first(i)]).filter(([i, , begins]) => begins || (every === 1 && heads.length <= 24)).map(([i, text]) => [i, text]),
+    xTicks: fitting(columns, wide).map((i) => [i, names.length ? shortToken(names[from + i]) : String(from + i)]),
+    yTicks: fit.map((k) => [named[k], heads[named[k]].label]),
     bar: rootBar(1), title: `Where ${WORDS.unit} ${query} attends, in every head`,
     point: (r, c) => (c < rows[r].length ? `${heads[r].full} → ${nameToken(names, from + c)}: ${percent(rows[r][c])}` : `${heads[r].full}: not in this window`),
     pick: (r) => pick(heads[r].index),

@@ -57,6 +57,13 @@ const inkOn = (rgb) => (luminance(rgb) > 0.179 ? "#000" : "#fff");
 const css = (rgb) => `rgb(${rgb})`;
 const gradient = (colour) => `linear-gradient(90deg,${range(9).map((i) => css(colour(i / 8))).join(",")})`;
 
+// ---- kinds of heads: a letter says the same as the colour ----
+const LETTERS = { "low rank": "R" };
+const KINDS = Object.fromEntries(Object.entries(data.kinds).map(([kind, { colour, meaning }]) =>
+  [kind, { letter: LETTERS[kind] || kind[0].toUpperCase(), colour, ink: inkOn(parse(colour)), meaning }]));
+const kindOf = (name) => KINDS[name] || { letter: "?", colour: "#777777", ink: "#fff", meaning: "" };
+const swatch = (kind) => make("span", { class: "swatch", style: { background: kindOf(kind).colour, color: kindOf(kind).ink }, "aria-hidden": "true" }, kindOf(kind).letter);
+
 // A scale for values: linear, or by rank where a linear one would give most heads one colour.
 function valueScale(values) {
   const sorted = values.filter(known).sort((a, b) => a - b), n = sorted.length;

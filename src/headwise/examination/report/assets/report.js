@@ -7,11 +7,6 @@ const headName = (i) => `${siteLabel(records[i].site)} · head ${records[i].head
 let chosen = data.telling[0] || 0, measure = "kind";
 
 // ---- measures ----
-// a letter says the same as the colour
-const LETTERS = { "low rank": "R" };
-const KINDS = Object.fromEntries(Object.entries(data.kinds).map(([kind, { colour, meaning }]) =>
-  [kind, { letter: LETTERS[kind] || kind[0].toUpperCase(), colour, ink: inkOn(parse(colour)), meaning }]));
-const kindOf = (name) => KINDS[name] || { letter: "?", colour: "#777777", ink: "#fff", meaning: "" };
 const stability = { name: "stability", label: "stability of the kind", group: "Kind", unit: "share", formula: `share of ${WORDS.items} with this kind`, meaning: `1 if the head has the same kind on every ${WORDS.item}; not known from one.` };
 const MEASURES = Object.fromEntries([...data.measures, stability].map((x) => [x.name, x]));
 const unitLabel = (name) => MEASURES[name].label + (MEASURES[name].unit ? ` (${MEASURES[name].unit})` : "");
@@ -28,7 +23,6 @@ const origin = (record, name) => {
   return name === "stability" ? `judged on ${texts(record.judged)}` : meanOf(record.measures[name][STATISTICS.texts]);
 };
 const measured = Object.values(MEASURES).filter((x) => records.some((r) => known(value(r, x.name))));
-const swatch = (kind) => make("span", { class: "swatch", style: { background: kindOf(kind).colour, color: kindOf(kind).ink }, "aria-hidden": "true" }, kindOf(kind).letter);
 
 // ---- addresses of heads ----
 const address = (i) => `#${encodeURIComponent(siteLabel(records[i].site))}/head.${records[i].head}`;
@@ -251,6 +245,7 @@ function buildTokens() {
     start = { q, k: q };
     drawTokens();
   });
+  if (isNarrow()) byId("size").value = "16";
   byId("layer-choice").append(...sites.map((_, s) => make("option", { value: s }, siteLabel(s))));
   byId("layer-choice").addEventListener("change", (event) => choose(rows[Number(event.target.value)][0]));
   byId("scope").value = everyLayer ? "all" : "layer";
@@ -329,7 +324,7 @@ function similar() {
   if (!matrix.length) { byId("similar-section").hidden = true; return; }
   const ticks = rows.map((row, s) => [row[0] + (row.length - 1) / 2, siteLabel(s)]).filter((_, s) => s % Math.ceil(rows.length / 16) === 0);
   byId("redundancy").replaceChildren(panel("Cosine between the attention of two heads", heatMap({
-    rows: n, columns: n, colour: (r, c) => (known(matrix[r][c]) ? ramp(clamp(matrix[r][c], 0, 1)) : [128, 128, 128]), size: 380, left: 92, slanted: true, x: "head", y: "head",
+    rows: n, columns: n, colour: (r, c) => (known(matrix[r][c]) ? ramp(clamp(matrix[r][c], 0, 1)) : [128, 128, 128]), size: isNarrow() ? 236 : 380, left: isNarrow() ? 72 : 92, slanted: true, x: "head", y: "head",
     xTicks: ticks, yTicks: ticks, bar: { title: "cosine", colour: ramp, ticks: [0, 0.25, 0.5, 0.75, 1].map((t) => [t, String(t)]) },
     point: (r, c) => (known(matrix[r][c]) ? pairName([matrix[r][c], r, c]) : `${headLabel(r)} and ${headLabel(c)}: of different lengths`), pick: (r) => choose(r), title: "Cosine between the attention of every pair of heads",
   }), "Heads in the order of the layers. Click to choose the head of the row; the table then shows what is similar to it."));
