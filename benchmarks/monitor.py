@@ -5,10 +5,10 @@
     python -m benchmarks.monitor tune       the same on the seeds on which the rules were chosen
 
 A spike is the first step whose loss is not finite, or is more than 0.5 nat above the lowest mean of 20 consecutive
-losses before it.  An explosion counts as announced if a logit-growth alarm was raised at an earlier step than the spike;
-a run without a spike counts as not announced.  A healthy run must raise no alarm of any kind.  The default limits of
-`AlarmRules` were chosen on seeds 100 to 119 of the first setting alone; seeds 0 to 19 and the other settings are
-reported.
+losses before it.  An explosion counts as announced if a logit-growth alarm was raised at an earlier step than the
+spike; a run without a spike counts as not announced.  A healthy run must raise no alarm of any kind.  The default
+limits of `AlarmRules` were chosen on seeds 100 to 119 of the first setting alone; seeds 0 to 19 and the other settings
+are reported.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def batches(setting: Setting, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
     return copied
 
 
-def train(setting: Setting, seed: int, *, planted: bool, rules: AlarmRules | None = None) -> tuple[list[float], Monitor]:
+def train(
+    setting: Setting, seed: int, *, planted: bool, rules: AlarmRules | None = None
+) -> tuple[list[float], Monitor]:
     """One run with a monitor at its default cadence: the losses, and the monitor; it ends 20 steps after a spike."""
     torch.manual_seed(seed)
     vocabulary = VOCABULARY if setting.back else 256
@@ -278,7 +280,9 @@ def memory() -> None:
             for kind in ("plain", "measured")
         ]
         dense = 8 * n * n * 4 / 2**20
-        print(f"n = {n}: peak {peaks[0]:.0f} MB, measured with ranks {peaks[1]:.0f} MB; 8 heads of n × n: {dense:.0f} MB")
+        print(
+            f"n = {n}: peak {peaks[0]:.0f} MB, measured with ranks {peaks[1]:.0f} MB; 8 heads of n × n: {dense:.0f} MB"
+        )
 
 
 def main() -> None:

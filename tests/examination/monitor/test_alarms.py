@@ -7,15 +7,15 @@ import math
 
 import pytest
 import torch
+from benchmarks.monitor import SETTINGS, TUNED, spike, train
 from torch import nn
 
-from benchmarks.monitor import SETTINGS, TUNED, spike, train
 from headwise.examination.monitor import Alarm, AlarmRules, Head, History, Monitor
 from headwise.examination.monitor.alarms import REPEAT_AFTER, AlarmWatch
 from headwise.examination.monitor.history import NAMES
 
 HEADS = [Head("layers.0", 0), Head("layers.0", 1)]
-STEADY = {name: 0.5 for name in NAMES} | {"max_logit": 5.0, "effective_rank": 20.0}
+STEADY = dict.fromkeys(NAMES, 0.5) | {"max_logit": 5.0, "effective_rank": 20.0}
 
 
 def raised(*changes: dict[str, float], rules: AlarmRules | None = None) -> list[Alarm]:
@@ -41,7 +41,7 @@ def test_logit_growth_names_the_head_and_the_numbers() -> None:
     alarms = raised(*({"max_logit": 5 * 1.3**i} for i in range(14)))
     # 5 × 1.3^9 = 53 is the first above 50, and two in a row are needed
     assert kinds(alarms) == [("logit growth", 100, "layers.0", 1)]
-    assert alarms[0].message == "layers.0 head 1: the largest score is 68.9, 14.3 50 steps ago"
+    assert alarms[0].message == "layers.0 head 1: the largest score is 68.9, up from 14.3 in 50 steps"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_rank_collapse_is_against_the_last_measured_rank() -> None:
     unmeasured = {"effective_rank": math.nan}
     alarms = raised({}, *[unmeasured] * 8, {"effective_rank": 1.1}, *[unmeasured] * 3)
     assert kinds(alarms) == [("rank collapse", 90, "layers.0", 1)]
-    assert "effective rank 1.10, 20.00 when last measured" in alarms[0].message
+    assert "effective rank 1.10, down from 20.00" in alarms[0].message
     assert raised(*[{"effective_rank": 1.2}] * 9) == []  # a sink from the beginning
 
 

@@ -1,4 +1,4 @@
-"""The callback for Lightning: its hooks with a stand-in for the Trainer, and a real run where lightning is installed."""
+"""The callback for Lightning: its hooks with a stand-in for the Trainer, and a real run where it is installed."""
 
 from __future__ import annotations
 

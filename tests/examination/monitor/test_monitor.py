@@ -41,10 +41,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if self.checkpointed is None:
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.checkpointed)  # pyright: ignore[reportAssignmentType]
+            x = layer(x) if self.checkpointed is None else checkpoint(layer, x, use_reentrant=self.checkpointed)
         return x.square().mean()
 
 
@@ -121,15 +118,20 @@ def test_training_is_the_same_with_and_without(net: Net, x: Tensor) -> None:
     assert vars(net).keys() == vars(other).keys()
 
 
+def _fail(*args: object) -> None:
+    raise ZeroDivisionError
+
+
 @pytest.mark.parametrize("due", [True, False])
 def test_an_exception_leaves_nothing_behind(net: Net, x: Tensor, due: bool) -> None:
     monitor = Monitor(net, every=2)
     if not due:
         train(net, x, monitor)
     before = len(monitor.history)
+    net.register_forward_hook(_fail)
     with pytest.raises(ZeroDivisionError), monitor.step():
         net(x)
-        raise ZeroDivisionError
+    net._forward_hooks.clear()
     assert F.scaled_dot_product_attention is ORIGINAL["sdpa"]
     assert len(monitor.history) == before  # half a step is no measurement
     train(net, x, monitor, 2)
@@ -226,7 +228,10 @@ def test_numbers_for_a_logger(net: Net, x: Tensor) -> None:
         (["bert.encoder.layer.0.attention.self", "bert.encoder.layer.11.attention.self"], ["layer.0", "layer.11"]),
         (["a", "b"], ["a", "b"]),
         (["block.attn", "block.attn@2"], ["block.attn", "block.attn@2"]),
-        (["encoder.0.attn", "decoder.0.attn", "decoder.0.cross"], ["encoder.0.attn", "decoder.0.attn", "decoder.0.cross"]),
+        (
+            ["encoder.0.attn", "decoder.0.attn", "decoder.0.cross"],
+            ["encoder.0.attn", "decoder.0.attn", "decoder.0.cross"],
+        ),
     ],
 )
 def test_names_of_layers(layers: list[str], names: list[str]) -> None:
@@ -310,7 +315,7 @@ def test_a_model_without_attention_is_refused_at_once(x: Tensor) -> None:
 def test_bad_arguments_are_named(net: Net) -> None:
     with pytest.raises(HeadwiseError, match="every = 0"):
         Monitor(net, every=0)
-    with pytest.raises(HeadwiseError, match="takes a torch.nn.Module"):
+    with pytest.raises(HeadwiseError, match="takes a torch"):
         Monitor("model")
     with pytest.raises(HeadwiseError, match="no measure 'entropi'"):
         Monitor(net).history.series("entropi")

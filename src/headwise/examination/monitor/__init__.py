@@ -1,4 +1,4 @@
-"""Measure the attention of a model while it trains: `headwise.Monitor`, callbacks for trainers, a page of the history."""
+"""Measure the attention of a model while it trains: `headwise.Monitor`, callbacks for trainers, a page."""
 
 from __future__ import annotations
 

@@ -54,14 +54,14 @@ class AlarmWatch:
 
     def _conditions(self) -> Iterator[tuple[str, Head, str]]:
         rules, history = self.rules, self.history
-        ago = f"{history.steps[-1] - history.steps[-1 - min(rules.window, len(history) - 1)]} steps ago"
+        time = f"in {history.steps[-1] - history.steps[-1 - min(rules.window, len(history) - 1)]} steps"
         logits = history.series("max_logit", rules.window + 2)
         for i in _where(logits[-1] == math.inf):
             yield "not finite", history.heads[i], "a score is NaN or infinite"
         before = _lower(logits[:2]) if len(history) > rules.window else torch.full_like(logits[-1], math.nan)
         grown = (logits[-2:].amin(0) > rules.high_logit) & (logits[-1] > rules.growth * before.clamp(min=0))
         for i in _where((grown | (logits[-1] > rules.logit_limit)) & (logits[-1] < math.inf)):
-            was = "" if before[i].isnan() else f", {before[i]:.3g} {ago}"
+            was = "" if before[i].isnan() else f", up from {before[i]:.3g} {time}"
             yield "logit growth", history.heads[i], f"the largest score is {logits[-1, i]:.3g}{was}"
         if len(history) <= rules.window:
             return
@@ -71,14 +71,15 @@ class AlarmWatch:
             yield (
                 "entropy collapse",
                 history.heads[i],
-                f"every query attends to one key: {shares[-1, i]:.1%} of the possible entropy, {was[i]:.1%} {ago}",
+                f"every query attends to one key: {shares[-1, i]:.1%} of the possible entropy, down from "
+                f"{was[i]:.1%} {time}",
             )
         rank, earlier = self._two_ranks()
         for i in _where((rank < rules.rank) & (rank < earlier / 4)):
             yield (
                 "rank collapse",
                 history.heads[i],
-                f"all queries attend alike: effective rank {rank[i]:.2f}, {earlier[i]:.2f} when last measured",
+                f"all queries attend alike: effective rank {rank[i]:.2f}, down from {earlier[i]:.2f}",
             )
 
     def _two_ranks(self) -> tuple[Tensor, Tensor]:

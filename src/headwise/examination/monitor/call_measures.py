@@ -103,7 +103,7 @@ class _Scores:
 
     def largest(self) -> Tensor:
         """(h,) max_ij S_ij over the visible pairs of queries that are not padding."""
-        b, h = self.q.shape[:2]
+        h = self.q.shape[1]
         highest = []
         for group in self.groups(self.m):
             q, k = self.q[group].float() * self.scale, self.k[group].float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwise.errors import InputError
 from headwise.outputs import atomic, writing
-from headwise.reading import fields, list_of, map_of, nullable, number, read_json, string, version, whole
+from headwise.reading import fields, list_of, nullable, number, read_json, string, version, whole
 
 SCHEMA = 1
 
@@ -35,7 +35,9 @@ MEASURES = (
     MonitoredMeasure("lowest_entropy_share", "min", "share", "min_i H_i / ln C_i over the sampled queries"),
     MonitoredMeasure("row_maximum", "mean", "share", "mean_i max_j P_ij, the weight of each query's first choice"),
     MonitoredMeasure("sink_mass", "mean", "share", "max_j c_j, the share of attention that goes to one key"),
-    MonitoredMeasure("effective_rank", "mean", "", "effective rank of up to 128 rows of P of one sequence; now and then"),
+    MonitoredMeasure(
+        "effective_rank", "mean", "", "effective rank of up to 128 rows of P of one sequence; now and then"
+    ),
 )
 NAMES = tuple(measure.name for measure in MEASURES)
 
@@ -83,7 +85,7 @@ class History:
         what = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no step"
         return f"History({len(self)} measurements of {len(self.heads)} heads, {what}, {len(self.alarms)} alarms)"
 
-    def add(self, step: int, measured: dict[Head, Sequence[float]]) -> Tensor:
+    def add(self, step: int, measured: Mapping[Head, Sequence[float]]) -> Tensor:
         """Add one step: for every head its measures in the order of NAMES; the (measures, heads) tensor kept."""
         known = {head: place for place, head in enumerate(self.heads)}
         for head in measured:
@@ -240,7 +242,7 @@ _SCHEMA = fields(
         "model": string(),
         "heads": list_of(fields({"layer": string(), "head": whole(0)})),
         "steps": list_of(whole(0)),
-        "values": fields({name: _NUMBERS for name in NAMES}, more=True),
+        "values": fields(dict.fromkeys(NAMES, _NUMBERS), more=True),
         "losses": list_of(list_of(nullable(number()))),
         "alarms": list_of(
             fields({"step": whole(0), "kind": string(), "layer": string(), "head": whole(0), "message": string()})

@@ -1,7 +1,7 @@
 """A monitor in Lightning's Trainer: its numbers go to every logger of the Trainer.
 
-    from headwise.examination.monitor import LightningMonitorCallback
-    Trainer(..., callbacks=[LightningMonitorCallback(every=20)])
+from headwise.examination.monitor import LightningMonitorCallback
+Trainer(..., callbacks=[LightningMonitorCallback(every=20)])
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class LightningMonitorCallback(_base()):
             context = self.monitor.step()
             self._step = context, context.__enter__()
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._step is None or self.monitor is None:
             return
         (context, step), self._step = self._step, None

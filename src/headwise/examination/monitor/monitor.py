@@ -8,8 +8,8 @@
         ...
         log(monitor.logs())
 
-Every `every`-th step is measured, through `headwise.models.intercept`; in all other steps nothing is replaced, hooked or
-computed.  The model, its gradients and the random state are what they would be without a monitor.
+Every `every`-th step is measured, through `headwise.models.intercept`; in all other steps nothing is replaced, hooked
+or computed.  The model, its gradients and the random state are what they would be without a monitor.
 """
 
 from __future__ import annotations
@@ -158,6 +158,15 @@ class Monitor:
     def save(self, path: str | Path) -> Path:
         """Write the history as one JSON file, replacing an earlier one; for `load` and `headwise monitor`."""
         return self.history.save(path)
+
+    def write_page(self, directory: str | Path, *, force: bool = False) -> Path:
+        """Write history.html, a page with a slider over steps, and history.json; the path of the page.
+
+        An earlier page there is replaced with `force`.
+        """
+        from headwise.examination.monitor.history_page import write_history  # needs the extra "report"
+
+        return write_history(self.history, directory, force=force)[0]
 
     def load(self, path: str | Path) -> None:
         """Go on with the history that `save` wrote, at the step after its last measurement."""

@@ -1,6 +1,6 @@
 """A monitor in transformers' Trainer: its numbers go into the Trainer's logs, and so to every logger.
 
-    Trainer(..., callbacks=[headwise.MonitorCallback(every=20)])
+Trainer(..., callbacks=[headwise.MonitorCallback(every=20)])
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class MonitorCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._move_to_front(sys._getframe(1).f_locals.get("self"))
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model: nn.Module = kwargs["model"]
         self._move_to_front(sys._getframe(1).f_locals.get("self"))  # for callbacks that were added later
         if args.torch_compile:
             raise InputError(
@@ -47,8 +48,8 @@ class MonitorCallback(TrainerCallback):
             )
         if args.n_gpu > 1:
             raise InputError(
-                f"MonitorCallback: the Trainer runs copies of the model in {args.n_gpu} threads; start it with torchrun, "
-                "one process a device"
+                f"MonitorCallback: the Trainer runs copies of the model in {args.n_gpu} threads; start it with "
+                "torchrun, one process a device"
             )
         if self.monitor is None or self.monitor.model is not model:
             self.monitor, self._logged = Monitor(model, self.every, **self.options), -1
@@ -57,12 +58,11 @@ class MonitorCallback(TrainerCallback):
             self.monitor.load(checkpoint)
             self._logged = len(self.monitor.history)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        assert self.monitor is not None
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._cancel()
-        self.monitor.steps = state.global_step
-        if self.monitor.due:
-            self._pass = _NextForwardPass(model, self.monitor)
+        self._monitored.steps = state.global_step
+        if self._monitored.due:
+            self._pass = _NextForwardPass(kwargs["model"], self._monitored)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._cancel()
