@@ -11,6 +11,7 @@ from headwise.examination.measure.depth import with_depth
 from headwise.examination.measure.head_measures import HeadProjection, Measure, register_measure
 from headwise.examination.measure.spectra import HeadSpectrum
 from headwise.examination.measure.streaming import HeadSums
+from headwise.examination.monitor import Alarm, AlarmRules, History
 from headwise.examination.record import Examination, Mode, Record, Statistic
 from headwise.examination.report.comparison_page import comparison_page, write_comparison
 from headwise.examination.report.notebook import notebook_html
@@ -18,12 +19,15 @@ from headwise.examination.report.page import add_plan, report_page, write_report
 from headwise.examination.summary import unusual_heads
 
 __all__ = [
+    "Alarm",
+    "AlarmRules",
     "Examination",
     "ExaminationComparison",
     "HeadDifference",
     "HeadProjection",
     "HeadSpectrum",
     "HeadSums",
+    "History",
     "Measure",
     "Mode",
     "Record",
