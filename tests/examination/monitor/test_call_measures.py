@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwise.examination.monitor.call_measures import HeadSample, measure_call
 from headwise.models.intercept import AttentionCall, intercept
@@ -152,7 +153,9 @@ def test_sink_mass_is_not_inflated_by_few_rows() -> None:
     assert sample.sink_mass[1].item() == pytest.approx(p[1, 7].item(), abs=1e-4)
 
 
-def test_effective_rank_of_few_rows_is_that_of_P() -> None:
+@pytest.mark.parametrize("entries", [1 << 19, 100], ids=["all heads at once", "one head at a time"])
+def test_effective_rank_of_few_rows_is_that_of_P(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CACHE_ENTRIES", entries)
     q, k = 2 * torch.randn(2, 3, 60, 8), torch.randn(2, 3, 60, 8)
     sample = all_rows(seen(q, k, k, is_causal=True), with_rank=True)
     hidden = torch.ones(60, 60, dtype=torch.bool).triu(1)
@@ -196,6 +199,32 @@ def test_padding_may_hold_anything() -> None:
     dirty = all_rows(seen(q, q, q, attn_mask=real.expand(1, 1, 10, 10)), with_rank=True)
     for name in ("max_logit", "entropy", "row_maximum", "sink_mass", "effective_rank"):
         assert torch.equal(getattr(clean, name), getattr(dirty, name)), name
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that is made while the mode is on."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor)]
+        self.size = max([self.size, *(x.untyped_storage().nbytes() // x.element_size() for x in tensors)])
+        return out
+
+
+@pytest.mark.parametrize("rows", [None, 256])
+def test_no_n_by_n_tensor_exists(rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CACHE_ENTRIES", 1 << 14)
+    b, h, n = 2, 3, 600
+    x = torch.randn(b, h, n, 4)
+    call = seen(x, x, x, is_causal=True)
+    with Largest() as largest:
+        all_rows(call, rows=rows)
+    assert largest.size < n * n / 8
+    with Largest() as largest:
+        all_rows(call, rows=16, with_rank=True)
+    assert largest.size <= 2 * 128 * n < n * n / 2  # one head, in double precision
 
 
 def test_two_calls_merge_into_one_larger_batch() -> None:

@@ -205,6 +205,26 @@ def test_distributed_data_parallel_has_the_names_of_the_model(net: Net, x: Tenso
         torch.distributed.destroy_process_group()
 
 
+def _one_of_two(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    parallel = nn.parallel.DistributedDataParallel(Net().eval())
+    monitor = Monitor(parallel, every=2)
+    train(parallel, torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(rank)), monitor, 3)
+    gradient = torch.cat([p.grad.flatten() for p in parallel.parameters()])
+    torch.save((monitor.history.to_dict(), gradient), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_measure_their_own_batch(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path),), nprocs=2)
+    (first, one), (second, other) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert first["steps"] == second["steps"] == [0, 2]
+    assert first["values"]["max_logit"] != second["values"]["max_logit"]
+    assert torch.equal(one, other)
+
+
 def test_numbers_for_a_logger(net: Net, x: Tensor) -> None:
     monitor = Monitor(net, every=1, rank_every=2)
     assert monitor.logs() == {}

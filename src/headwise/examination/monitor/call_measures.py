@@ -27,6 +27,8 @@ FEWEST_ROWS = 16
 RANK_ROWS = 128
 """Query rows of one sequence for the effective rank."""
 
+ALL = slice(None)
+
 
 @dataclass(frozen=True)
 class HeadSample:
@@ -117,30 +119,32 @@ class _Scores:
                 highest.append(s.amax((0, 2)))
         return torch.stack(highest).amax(0)
 
-    def rows(self, index: Tensor, group: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self, index: Tensor, group: slice, heads: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
         """S of the queries `index` (b, h, r, n), the number of keys of each, and whether it is a query at all."""
         index = index.to(self.q.device)
         mask = _rows_of(self.mask, index)
-        real = _take(self.real, group)[..., index]
-        q = torch.where(real.unsqueeze(-1), self.q[group].index_select(-2, index).float() * self.scale, 0)
-        s = self._scores(q, self.k[group].float(), mask, group)
+        real = _take(self.real, group, heads)[..., index]
+        q = torch.where(real.unsqueeze(-1), self.q[group, heads].index_select(-2, index).float() * self.scale, 0)
+        s = self._scores(q, self.k[group, heads].float(), mask, group, heads)
         hidden = s <= limits.HIDDEN
         return s, self.n - hidden.sum(-1), real.expand(s.shape[:-1])
 
-    def _scores(self, q: Tensor, k: Tensor, mask: Mask, group: slice) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, mask: Mask, group: slice, heads: slice = ALL) -> Tensor:
         s = q @ k.mT
         if mask.attn_bias is not None:
-            bias = _take(mask.attn_bias, group).float()
+            bias = _take(mask.attn_bias, group, heads).float()
             s += bias
             s.masked_fill_(bias <= limits.LARGE_NEGATIVE, limits.HIDDEN)
         if mask.visible is not None:
-            s.masked_fill_(~_take(mask.visible, group), limits.HIDDEN)
+            s.masked_fill_(~_take(mask.visible, group, heads), limits.HIDDEN)
         return s
 
 
-def _take(x: Tensor, group: slice) -> Tensor:
-    """The sequences of a group, of a tensor that has one entry a sequence, or one for all of them."""
-    return x if x.dim() < 3 or x.shape[0] == 1 else x[group]
+def _take(x: Tensor, group: slice, heads: slice = ALL) -> Tensor:
+    """Some sequences and heads of a tensor that has an entry for each of them, or one for all."""
+    if x.dim() < 3:
+        return x
+    return x[ALL if x.shape[0] == 1 else group, ALL if x.shape[1] == 1 else heads]
 
 
 def _rows_of(mask: Mask, index: Tensor) -> Mask:
@@ -230,13 +234,13 @@ def _effective_rank(scores: _Scores, generator: torch.Generator) -> Tensor:
     if len(rows) == 0:  # every query attends to nothing in some head
         return torch.full((h,), math.nan, device=scores.q.device)
     rows = rows[_drawn(len(rows), RANK_ROWS, generator)]
-    s, _, _ = scores.rows(rows, slice(sequence, sequence + 1))
-    p = torch.softmax(s.squeeze(0), -1)
     ranks = []
-    for head in p.split(max(1, scores.entries // (len(rows) * scores.n))):
-        wide = head.double()
-        finite = wide.isfinite().all(-1).all(-1)
-        gram = torch.where(finite[:, None, None], wide @ wide.mT, 0.0)
+    together = max(1, scores.entries // (len(rows) * scores.n))
+    for first in range(0, h, together):
+        s, _, _ = scores.rows(rows, slice(sequence, sequence + 1), slice(first, first + together))
+        p = torch.softmax(s.squeeze(0), -1).double()
+        finite = p.isfinite().all(-1).all(-1)
+        gram = torch.where(finite[:, None, None], p @ p.mT, 0.0)
         values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)
         spectrum = exact_spectrum(values, torch.float64, (len(rows), len(rows)), len(rows))
         ranks.append(torch.where(finite, rank_of_spectrum(spectrum), math.nan))

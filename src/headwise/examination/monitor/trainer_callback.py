@@ -33,7 +33,7 @@ class MonitorCallback(TrainerCallback):
         self.every, self.prefix, self.per_head, self.options = every, prefix, per_head, options
         self.monitor: Monitor | None = None
         self._pass: _NextForwardPass | None = None
-        self._logged = -1  # measurements in the logs
+        self._logged = 0  # measurements that are in the logs
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._move_to_front(sys._getframe(1).f_locals.get("self"))
@@ -51,12 +51,11 @@ class MonitorCallback(TrainerCallback):
                 f"MonitorCallback: the Trainer runs copies of the model in {args.n_gpu} threads; start it with "
                 "torchrun, one process a device"
             )
-        if self.monitor is None or self.monitor.model is not model:
-            self.monitor, self._logged = Monitor(model, self.every, **self.options), -1
+        self.monitor = Monitor(model, self.every, **self.options)
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}" / HISTORY
-        if state.global_step > 0 and not self.monitor.history.steps and checkpoint.is_file():
+        if state.global_step > 0 and checkpoint.is_file():
             self.monitor.load(checkpoint)
-            self._logged = len(self.monitor.history)
+        self._logged = len(self.monitor.history)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._cancel()
@@ -75,7 +74,7 @@ class MonitorCallback(TrainerCallback):
             return
         if "loss" in logs:
             self.monitor.add_loss(logs["loss"], step=state.global_step)
-        if self._logged < len(self.monitor.history) > 0:
+        if self._logged < len(self.monitor.history):
             self._logged = len(self.monitor.history)
             numbers = self.monitor.logs(self.prefix, per_head=self.per_head)
             logs.update(numbers)
