@@ -112,9 +112,11 @@ def page_data(facts: Mapping[str, Any]) -> dict[str, Any]:
         "sites": [{**site, "label": label} for site, label in zip(facts["sites"], labels, strict=True)],
         "records": [_record(record) for record in facts["records"]],
         "telling": telling_heads(facts),
-        "redundancy": [[None if x is None else round(x, 2) for x in row] for row in facts["redundancy"]],
+        "redundancy": [[None if x is None else round(x, 3) for x in row] for row in facts["redundancy"]],
         "kinds": {kind: {"colour": COLOURS[kind], "meaning": meaning} for kind, meaning in KINDS.items()},
-        **{name: facts.get(name, {}) for name in ("layers", "ablations", "paths", "excerpt", "by_length", "provenance")},
+        **{
+            name: facts.get(name, {}) for name in ("layers", "ablations", "paths", "excerpt", "by_length", "provenance")
+        },
     }
 
 
@@ -122,7 +124,9 @@ def telling_heads(facts: Mapping[str, Any], count: int = 8) -> list[int]:
     """Places in `records` of heads to look at first: one of each advice, then of each kind the one that adds most."""
     records = facts["records"]
     place = {(record["site"], record["head"]): i for i, record in enumerate(records)}
-    found = [place[tuple(head)] for entry in facts.get("advice", []) for head in entry["heads"][:1] if tuple(head) in place]
+    found = [
+        place[tuple(head)] for entry in facts.get("advice", []) for head in entry["heads"][:1] if tuple(head) in place
+    ]
 
     def size(i: int) -> float:
         measures = records[i]["measures"]

@@ -108,20 +108,17 @@ function windowMap(s, h, q, k, size, chosen, pick) {
 }
 // Where one query attends, in every head: a row for each head, the keys of the window across.
 function everyHead(query, from, size, heads, names, chosen, pick) {
-  const rows = heads.map(({ site, head }) => {
-    const s = EXCERPT.sites[site];
-    return query < s.queries && from < s.keys ? ATTENTION.weights(site, head, query, from, Math.min(from + size, s.keys)) : new Float32Array(0);
-  });
-  const columns = Math.max(1, ...rows.map((row) => row.length)), at = heads.findIndex((x) => x.index === chosen);
+  const rows = heads.map(({ site, head }) => ATTENTION.weights(site, head, query, from, Math.min(from + size, EXCERPT.sites[site].keys)));
+  const columns = rows[0].length, at = heads.findIndex((x) => x.index === chosen);
   const { size: wide, left } = room(), tall = clamp(heads.length * 14, 40, 500), first = (i) => i === 0 || heads[i - 1].site !== heads[i].site;
   const begins = heads.map((_, i) => i).filter(first), named = begins.length > 1 ? begins : range(heads.length), fit = fitting(named.length, tall);
   return heatMap({
     rows: heads.length, columns, wide, tall, left, slanted: true, x: "key", y: "head",
-    colour: (r, c) => (c < rows[r].length ? ramp(Math.sqrt(rows[r][c])) : [128, 128, 128]),
+    colour: (r, c) => ramp(Math.sqrt(rows[r][c])),
     xTicks: fitting(columns, wide).map((i) => [i, names.length ? shortToken(names[from + i]) : String(from + i)]),
     yTicks: fit.map((k) => [named[k], heads[named[k]].label]),
     bar: rootBar(1), title: `Where ${WORDS.unit} ${query} attends, in every head`,
-    point: (r, c) => (c < rows[r].length ? `${heads[r].full} → ${nameToken(names, from + c)}: ${percent(rows[r][c])}` : `${heads[r].full}: not in this window`),
+    point: (r, c) => `${heads[r].full} → ${nameToken(names, from + c)}: ${percent(rows[r][c])}`,
     pick: (r) => pick(heads[r].index),
     marks: at >= 0 ? [{ row: at, column: 0, rows: 1, columns }] : [],
   });

@@ -273,7 +273,9 @@ function drawTokens() {
   const weights = ATTENTION.weights(s, h, token), peak = Math.max(...weights);
   byId("window").replaceChildren(panel(`${headLabel(chosen)} between single ${WORDS.units}`, windowMap(s, h, start.q, start.k, size, token, (q) => setToken(q)), `Choose a query in the picture or in the ${names.queries.length ? "text" : "grid"}.`));
   byId("reading").replaceChildren(reading(site, names, weights, peak), strongest(s, names, weights));
-  const heads = (everyLayer ? range(records.length) : rows[s]).map((i) => ({ index: i, site: records[i].site, head: records[i].head, label: everyLayer ? siteLabel(records[i].site) : String(records[i].head), full: headName(i) }));
+  // heads of other sequences (an encoder's, beside a decoder's) have other queries and keys
+  const alike = (other) => other.queries === site.queries && other.keys === site.keys && String(other.query_tokens) === String(site.query_tokens) && String(other.key_tokens) === String(site.key_tokens);
+  const heads = (everyLayer ? range(records.length).filter((i) => alike(EXCERPT.sites[records[i].site])) : rows[s]).map((i) => ({ index: i, site: records[i].site, head: records[i].head, label: everyLayer ? siteLabel(records[i].site) : String(records[i].head), full: headName(i) }));
   byId("every").replaceChildren(panel(`Where ${nameToken(names.queries, token)} attends, in every head${everyLayer ? "" : ` of ${siteLabel(s)}`}`,
     everyHead(token, start.k, size, heads, names.keys, chosen, (i) => choose(i)), "A row for each head, in the order of the layers; click one to choose it."));
 }
