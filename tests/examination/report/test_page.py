@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from dataclasses import replace
@@ -78,6 +79,17 @@ def test_a_page_reads_reports_without_the_newer_fields(examination: Examination)
     data = page_data(facts)
     assert data["excerpt"] == {}
     assert [site["label"] for site in data["sites"]] == ["layer.0", "layer.1"]
+
+
+def test_similarity_is_kept_to_half_a_percent(examination: Examination) -> None:
+    facts = examination.to_dict()
+    facts["redundancy"][3][1] = None
+    stored = base64.b64decode(page_data(facts)["similarity"])
+    below = [(i, j) for i in range(8) for j in range(i)]
+    assert len(stored) == len(below)
+    for byte, (i, j) in zip(stored, below, strict=True):
+        true = facts["redundancy"][i][j]
+        assert byte == 255 if true is None else abs(byte / 250 - true) <= 0.0021
 
 
 def test_advice_names_a_dozen_heads_and_counts_the_others(examination: Examination) -> None:

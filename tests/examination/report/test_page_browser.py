@@ -228,6 +228,7 @@ def test_a_click_shows_the_head_and_moves_the_table(opened) -> None:
     assert "layers.1.self_attn, head 2" in label
     detail = one(opened, "#detail").text
     assert "layers.1 · head 2" in detail
+    assert one(opened, "#said").get_attribute("textContent").startswith("layers.1 · head 2: ")
     assert "2 key heads for 4 query heads" in detail
     assert "Singular values of P" in detail
     assert "64 tokens" in detail  # kinds by length
@@ -447,6 +448,28 @@ def test_choosing_a_token_shows_where_it_attends(opened) -> None:
         area,
     )
     assert "layers.0.self_attn, head 3" in pressed(opened)[0]
+
+
+def test_what_attends_to_a_token(opened) -> None:
+    model, batch = tiny()
+    column = attention(model, batch)[1][2][:, 20]
+    every(opened, "button.head")[6].click()
+    opened.execute_script(
+        "const s = document.getElementById('direction'); s.value = 'in'; s.dispatchEvent(new Event('change'))"
+    )
+    every(opened, ".reading .token")[20].click()
+    assert one(opened, "#reading h3").text == "What attends to “word17” (20)"
+    assert f"({int(column.argmax())})" in one(opened, ".strongest li").text
+    shown = np.array(opened.execute_script("return [...ATTENTION.received(1, 2, 20)]"))
+    stored = column > opened.execute_script("return EXCERPT.threshold") + 1e-5
+    assert np.abs(np.sqrt(shown[stored]) - np.sqrt(column[stored])).max() < 0.5 / 255 + 1e-3
+
+
+def test_kinds_at_other_lengths(opened) -> None:
+    assert "at 64 tokens" in one(opened, "#legend").text
+    colour_by(opened, "kind 0")
+    assert {b.text for b in every(opened, "button.head")} == {"S"}
+    assert "layers.0.self_attn, head 0: sink" in every(opened, "button.head")[0].get_attribute("aria-label")
 
 
 def test_the_window_moves(opened) -> None:

@@ -112,7 +112,7 @@ def page_data(facts: Mapping[str, Any]) -> dict[str, Any]:
         "sites": [{**site, "label": label} for site, label in zip(facts["sites"], labels, strict=True)],
         "records": [_record(record) for record in facts["records"]],
         "telling": telling_heads(facts),
-        "redundancy": [[None if x is None else round(x, 3) for x in row] for row in facts["redundancy"]],
+        "similarity": _similarity(facts["redundancy"]),
         "kinds": {kind: {"colour": COLOURS[kind], "meaning": meaning} for kind, meaning in KINDS.items()},
         **{
             name: facts.get(name, {}) for name in ("layers", "ablations", "paths", "excerpt", "by_length", "provenance")
@@ -193,6 +193,13 @@ def _record(record: Mapping[str, Any]) -> dict[str, Any]:
         "profile": [_short(x, 3) for x in record["profile"]],
         "spectrum": [_short(x, 3) for x in record["spectrum"]],
     }
+
+
+def _similarity(matrix: Sequence[Sequence[float | None]]) -> str:
+    """The cosines below the diagonal, row by row: base64 of a byte each, round(250 cosine), 255 for None."""
+    below = (x for i, row in enumerate(matrix) for x in row[:i])
+    values = bytes(255 if x is None else round(250 * min(max(x, 0.0), 1.0)) for x in below)
+    return base64.b64encode(values).decode()
 
 
 def _short(x: float | None, digits: int = 4) -> float | None:

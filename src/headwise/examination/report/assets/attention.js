@@ -53,10 +53,18 @@ function excerptTools(excerpt) {
     if (linked) for (let at = starts[query]; at < starts[query + 1]; at++) if (keys[at] >= from && keys[at] < to) out[keys[at] - from] = weights[at];
     return out;
   }
+  function received(s, h, key) {  // what every query gives to one key
+    const { site, means, rest, starts, keys, weights } = head(s, h), column = cellOf(key, site.columns, site.keys);
+    return Float32Array.from(range(site.queries), (i) => {
+      const linked = starts && i < starts.length - 1;
+      if (linked) for (let at = starts[i]; at < starts[i + 1]; at++) if (keys[at] === key) return weights[at];
+      return (linked ? rest : means)[cellOf(i, site.rows, site.queries) * site.columns + column];
+    });
+  }
   const single = (s) => { const site = excerpt.sites[s]; return site.rows === site.queries && site.columns === site.keys; };
   // is this weight known for this very pair, rather than as the mean of a cell?
   const exact = (s, query, w) => single(s) || (query < (excerpt.linked || 0) && w > (excerpt.threshold || 0));
-  return { head, weights, tokenNames, single, exact };
+  return { head, weights, received, tokenNames, single, exact };
 }
 const ATTENTION = EXCERPT && excerptTools(EXCERPT);
 const shortToken = (name, length = 12) => clip(name.replace(/^[Ġ▁]/, "").replace(/^Ċ$/, "⏎") || "␣", length);
@@ -90,7 +98,7 @@ const isNarrow = () => innerWidth < 700;
 const room = () => (isNarrow() ? { size: 236, left: 78 } : { size: 440, left: 92 });
 const fitting = (count, pixels) => { const every = Math.max(1, Math.ceil((count * 10.5) / pixels)); return range(count).filter((i) => i % every === 0); };
 // A window of single tokens: queries from q, keys from k, `size` of each.
-function windowMap(s, h, q, k, size, chosen, pick) {
+function windowMap(s, h, q, k, size, query, pick, key = null) {
   const site = EXCERPT.sites[s], names = ATTENTION.tokenNames(site);
   const rows = Math.min(size, site.queries - q), columns = Math.min(size, site.keys - k);
   const weights = range(rows).map((r) => ATTENTION.weights(s, h, q + r, k, k + columns));
@@ -103,22 +111,24 @@ function windowMap(s, h, q, k, size, chosen, pick) {
     title: `Attention between single ${WORDS.units}: queries down, keys across`,
     point: (r, c) => `${nameToken(names.queries, q + r)} → ${nameToken(names.keys, k + c)}: ${percent(weights[r][c])}${ATTENTION.exact(s, q + r, weights[r][c]) ? "" : ", mean of the weaker weights around it"}`,
     pick: (r, c) => pick(q + r, k + c),
-    marks: chosen >= q && chosen < q + rows ? [{ row: chosen - q, column: 0, rows: 1, columns }] : [],
+    marks: [
+      ...(known(query) && query >= q && query < q + rows ? [{ row: query - q, column: 0, rows: 1, columns }] : []),
+      ...(known(key) && key >= k && key < k + columns ? [{ row: 0, column: key - k, rows, columns: 1 }] : []),
+    ],
   });
 }
-// Where one query attends, in every head: a row for each head, the keys of the window across.
-function everyHead(query, from, size, heads, names, chosen, pick) {
-  const rows = heads.map(({ site, head }) => ATTENTION.weights(site, head, query, from, Math.min(from + size, EXCERPT.sites[site].keys)));
+// The weights of one token in every head: a row for each head, the tokens of the window across.
+function everyHead({ rows, axis, from, heads, names, chosen, pick, title }) {
   const columns = rows[0].length, at = heads.findIndex((x) => x.index === chosen);
   const { size: wide, left } = room(), tall = clamp(heads.length * 14, 40, 500), first = (i) => i === 0 || heads[i - 1].site !== heads[i].site;
   const begins = heads.map((_, i) => i).filter(first), named = begins.length > 1 ? begins : range(heads.length), fit = fitting(named.length, tall);
   return heatMap({
-    rows: heads.length, columns, wide, tall, left, slanted: true, x: "key", y: "head",
+    rows: heads.length, columns, wide, tall, left, slanted: true, x: axis, y: "head",
     colour: (r, c) => ramp(Math.sqrt(rows[r][c])),
     xTicks: fitting(columns, wide).map((i) => [i, names.length ? shortToken(names[from + i]) : String(from + i)]),
     yTicks: fit.map((k) => [named[k], heads[named[k]].label]),
-    bar: rootBar(1), title: `Where ${WORDS.unit} ${query} attends, in every head`,
-    point: (r, c) => `${heads[r].full} → ${nameToken(names, from + c)}: ${percent(rows[r][c])}`,
+    bar: rootBar(1), title,
+    point: (r, c) => `${heads[r].full}, ${axis} ${nameToken(names, from + c)}: ${percent(rows[r][c])}`,
     pick: (r) => pick(heads[r].index),
     marks: at >= 0 ? [{ row: at, column: 0, rows: 1, columns }] : [],
   });

@@ -140,6 +140,7 @@ function choose(p, { replace = false, keep = false, show = false } = {}) {
   table.select(p, true);
   if (!keep) history[replace ? "replaceState" : "pushState"](null, "", address(p));
   drawHead();
+  byId("said").textContent = `${headLabel(p)}: ${kindWords(p)}`;
   if (show && innerWidth < 1000) byId("detail").scrollIntoView({ block: "start" });
 }
 const toolsA = A.excerpt && A.excerpt.sites ? excerptTools(A.excerpt) : null, toolsB = B.excerpt && B.excerpt.sites ? excerptTools(B.excerpt) : null;

@@ -2,6 +2,7 @@
 const sites = data.sites, records = data.records;
 const rows = sites.map((_, s) => records.map((r, i) => [r, i]).filter(([r]) => r.site === s).map(([, i]) => i));
 const siteLabel = (s) => sites[s].label;
+const byLength = data.by_length && (data.by_length.lengths || []).length ? data.by_length : null;
 const headLabel = (i) => `${siteLabel(records[i].site)} · ${records[i].head}`;
 const headName = (i) => `${siteLabel(records[i].site)} · head ${records[i].head}`;
 let chosen = data.telling[0] || 0, measure = "kind";
@@ -46,7 +47,7 @@ function mapTable(table, cell) {
 function buildMap() {
   const table = byId("map");
   mapTable(table, (i) => make("td", {}, explain(make("button", { type: "button", class: "head", "data-i": i, tabindex: i === chosen ? 0 : -1, "aria-pressed": "false", onclick: () => choose(i, { show: true }) }),
-    () => (measure === "kind" ? `${headName(i)}: ${records[i].kind} – ${records[i].description}` : `${headName(i)}: ${cellText(i)}`))));
+    () => `${headName(i)}: ${showsKinds() ? kindShown(i) : cellText(i)}${measure === "kind" ? ` – ${records[i].description}` : ""}`)));
   table.addEventListener("keydown", (event) => {
     const s = records[chosen].site, h = rows[s].indexOf(chosen);
     const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -h], End: [0, rows[s].length - 1 - h] }[event.key];
@@ -55,11 +56,13 @@ function buildMap() {
     const next = rows[clamp(s + move[0], 0, rows.length - 1)];
     choose(next[clamp(h + move[1], 0, next.length - 1)], { focus: true, replace: true });
   });
-  const select = byId("measure"), groups = new Map([["Kind", [{ name: "kind", label: "kind" }]]]);
+  const select = byId("measure"), groups = new Map([["Kind", [{ name: "kind", label: "kind" }, ...(byLength ? byLength.lengths.map((n, k) => ({ name: `kind ${k}`, label: `kind at ${n} ${WORDS.units}` })) : [])]]]);
   for (const x of measured) groups.set(x.group, [...(groups.get(x.group) || []), x]);
-  for (const [group, list] of groups) select.append(make("optgroup", { label: group }, ...list.map((x) => make("option", { value: x.name }, x.name === "kind" ? "kind" : unitLabel(x.name)))));
+  for (const [group, list] of groups) select.append(make("optgroup", { label: group }, ...list.map((x) => make("option", { value: x.name }, MEASURES[x.name] ? unitLabel(x.name) : x.label))));
   select.addEventListener("change", () => { measure = select.value; paint(); });
 }
+const showsKinds = () => !MEASURES[measure];
+const kindShown = (i) => (measure === "kind" ? records[i].kind : byLength.kinds[Number(measure.slice(5))][i]);
 const cellText = (i) => {
   const x = value(records[i], measure);
   return known(x) ? `${MEASURES[measure].label} ${format(x, MEASURES[measure].unit)}, ${origin(records[i], measure)}` : `${MEASURES[measure].label} not known`;
@@ -69,12 +72,13 @@ const tiny = (x, unit) => {
   return Math.abs(x) >= 1e4 ? x.toExponential(0).replace("e+", "e") : Math.abs(x) >= 10 ? x.toFixed(0) : x.toFixed(1).replace(/^(-?)0\./, "$1.");
 };
 function paint() {
-  const values = measure === "kind" ? [] : records.map((r) => value(r, measure)), tones = valueScale(values);
+  const values = showsKinds() ? [] : records.map((r) => value(r, measure)), tones = valueScale(values);
   for (const button of document.querySelectorAll("button.head")) {
     const i = Number(button.dataset.i), record = records[i], x = values[i];
-    let text, name = record.kind;
-    if (measure === "kind") {
-      const { letter, colour, ink } = kindOf(record.kind);
+    let text, name;
+    if (showsKinds()) {
+      name = kindShown(i);
+      const { letter, colour, ink } = kindOf(name);
       Object.assign(button.style, { background: colour, color: ink });
       text = letter;
     } else {
@@ -88,11 +92,13 @@ function paint() {
   }
   const legend = byId("legend");
   legend.replaceChildren();
-  if (measure === "kind") {
+  if (showsKinds()) {
     for (const [kind, { meaning }] of Object.entries(KINDS)) {
-      const count = records.filter((r) => r.kind === kind).length;
+      const count = records.filter((_, i) => kindShown(i) === kind).length;
       if (count) legend.append(make("div", { class: "entry" }, swatch(kind), make("span", {}, make("strong", {}, kind), ` ${count}`, make("span", { class: "soft" }, ` – ${meaning}`))));
     }
+    const other = (k) => records.filter((r, i) => byLength.kinds[k][i] !== r.kind).length;
+    if (byLength) legend.append(make("p", { class: "soft" }, `Kinds depend on the length: ${byLength.lengths.map((n, k) => `at ${n} ${WORDS.units} ${other(k) || "no"} ${other(k) === 1 ? "head has" : "heads have"} another kind`).join(", ")}.`));
     return;
   }
   const { unit } = MEASURES[measure];
@@ -142,6 +148,7 @@ function choose(i, { focus = false, replace = false, show = false, keep = false 
   drawHead();
   drawTokens();
   drawSimilarTo();
+  byId("said").textContent = `${headName(i)}: ${records[i].kind}, ${records[i].description}`;
   // on a narrow screen the head is below the map: bring it into view
   if (show && byId("detail").getBoundingClientRect().top > innerHeight - 160) byId("detail").scrollIntoView({ block: "start" });
 }
@@ -194,8 +201,8 @@ function drawHead() {
 }
 const excerptName = () => (EXCERPT.own ? `your ${WORDS.item}` : `the first ${WORDS.item}`);
 function kindsByLength() {
-  const found = data.by_length;
-  if (!found || !(found.lengths || []).length) return null;
+  const found = byLength;
+  if (!byLength) return null;
   return make("table", { class: "lengths" }, make("caption", {}, "Kind by length"),
     make("tbody", {}, ...found.lengths.map((n, k) => make("tr", {}, make("th", { scope: "row" }, `${n} ${WORDS.units}`), make("td", {}, swatch(found.kinds[k][chosen]), found.kinds[k][chosen])))));
 }
@@ -246,6 +253,7 @@ function buildTokens() {
     drawTokens();
   });
   if (isNarrow()) byId("size").value = "16";
+  byId("direction").addEventListener("change", drawTokens);
   byId("layer-choice").append(...sites.map((_, s) => make("option", { value: s }, siteLabel(s))));
   byId("layer-choice").addEventListener("change", (event) => choose(rows[Number(event.target.value)][0]));
   byId("scope").value = everyLayer ? "all" : "layer";
@@ -259,8 +267,9 @@ function buildTokens() {
 function drawTokens() {
   if (!EXCERPT) return;
   const { site: s, head: h } = records[chosen], site = EXCERPT.sites[s], size = windowSize(), names = ATTENTION.tokenNames(site);
-  const limit = Math.max(0, site.queries - size), limitKeys = Math.max(0, site.keys - size);
-  if (token === null || token >= site.queries) token = Math.min(site.queries - 1, Math.max(1, Math.floor(Math.min(size, site.queries) / 3)));
+  const limit = Math.max(0, site.queries - size), limitKeys = Math.max(0, site.keys - size), incoming = byId("direction").value === "in";
+  const count = incoming ? site.keys : site.queries;  // of tokens to choose from
+  if (token === null || token >= count) token = Math.min(count - 1, Math.max(1, Math.floor(Math.min(size, count) / 3)));
   start = { q: clamp(start.q, 0, limit), k: clamp(start.k, 0, limitKeys) };
   byId("from").max = Math.max(limit, limitKeys);
   byId("from").value = start.q;
@@ -270,38 +279,45 @@ function drawTokens() {
   byId("layer-choice").value = s;
   byId("multiples").replaceChildren(...rows[s].map((i) => make("button", { type: "button", class: "thumb", "aria-pressed": String(i === chosen), "aria-label": `${headName(i)}: ${records[i].kind}`, onclick: () => choose(i) },
     make("img", { src: thumbnail(s, records[i].head), alt: "" }), make("span", {}, `${records[i].head} `, swatch(records[i].kind)))));
-  const weights = ATTENTION.weights(s, h, token), peak = Math.max(...weights);
-  byId("window").replaceChildren(panel(`${headLabel(chosen)} between single ${WORDS.units}`, windowMap(s, h, start.q, start.k, size, token, (q) => setToken(q)), `Choose a query in the picture or in the ${names.queries.length ? "text" : "grid"}.`));
-  byId("reading").replaceChildren(reading(site, names, weights, peak), strongest(s, names, weights));
+  // the chosen token on one side, the others with their weights on the other
+  const own = incoming ? names.keys : names.queries, others = incoming ? names.queries : names.keys, from = incoming ? start.q : start.k;
+  const of = (i, j) => (incoming ? ATTENTION.received(i, j, token) : ATTENTION.weights(i, j, token));
+  const weights = of(s, h), title = incoming ? `What attends to ${nameToken(own, token)}` : `Where ${nameToken(own, token)} attends`;
+  const exact = (j) => (incoming ? ATTENTION.exact(s, j, weights[j]) : ATTENTION.exact(s, token, weights[j]));
+  byId("window").replaceChildren(panel(`${headLabel(chosen)} between single ${WORDS.units}`, windowMap(s, h, start.q, start.k, size, incoming ? null : token, (q, k) => setToken(incoming ? k : q), incoming ? token : null), `Click a ${incoming ? "column" : "row"} to choose a ${incoming ? "key" : "query"}.`));
+  byId("reading").replaceChildren(reading({ site, own, others, weights, from, ownFrom: incoming ? start.k : start.q, title }), strongest({ others, weights, exact, incoming }));
   // heads of other sequences (an encoder's, beside a decoder's) have other queries and keys
   const alike = (other) => other.queries === site.queries && other.keys === site.keys && String(other.query_tokens) === String(site.query_tokens) && String(other.key_tokens) === String(site.key_tokens);
   const heads = (everyLayer ? range(records.length).filter((i) => alike(EXCERPT.sites[records[i].site])) : rows[s]).map((i) => ({ index: i, site: records[i].site, head: records[i].head, label: everyLayer ? siteLabel(records[i].site) : String(records[i].head), full: headName(i) }));
-  byId("every").replaceChildren(panel(`Where ${nameToken(names.queries, token)} attends, in every head${everyLayer ? "" : ` of ${siteLabel(s)}`}`,
-    everyHead(token, start.k, size, heads, names.keys, chosen, (i) => choose(i)), "A row for each head, in the order of the layers; click one to choose it."));
+  const all = `${title}, in every head${everyLayer ? "" : ` of ${siteLabel(s)}`}`;
+  byId("every").replaceChildren(panel(all, everyHead({ rows: heads.map((x) => of(x.site, x.head).slice(from, from + size)), axis: incoming ? "query" : "key", from, heads, names: others, chosen, pick: (i) => choose(i), title: all }),
+    "A row for each head, in the order of the layers; click one to choose it."));
 }
-// The text of the window, shaded by what the chosen token attends to; images as a grid of patches.
-function reading(site, names, weights, peak) {
-  const self = site.queries === site.keys && !site.query_tokens, size = windowSize();
-  const grid = names.keys.map((x) => /^(\d+)\s*,\s*(\d+)$/.exec(x)), patches = grid.filter(Boolean).length > 3 && grid.filter((x) => !x).length <= 5;
+// The text of the window, shaded by the weights of the chosen token; an image as a grid of patches.
+function reading({ site, own, others, weights, from, ownFrom, title }) {
+  const self = site.queries === site.keys && !site.query_tokens, size = windowSize(), peak = Math.max(...weights, 1e-9);
+  const grid = others.map((x) => /^(\d+)\s*,\s*(\d+)$/.exec(x)), patches = grid.filter(Boolean).length > 3 && grid.filter((x) => !x).length <= 5;
   const shade = (j) => { const rgb = ramp(Math.sqrt(weights[j] / peak)); return { background: css(rgb), color: inkOn(rgb) }; };
-  const button = (names, j, options = {}) => explain(make("button", { type: "button", class: "token", "aria-label": `${nameToken(names, j)}${options.query ? ", query" : `: weight ${percent(weights[j])}`}`, ...(options.query ? { "aria-pressed": String(j === token) } : { style: shade(j) }), ...(self ? { "aria-pressed": String(j === token) } : {}), onclick: () => { if (self || options.query) setToken(j); } },
-    options.text === undefined ? (names.length ? shortToken(names[j], 24) : String(j)) : options.text), () => (options.query ? nameToken(names, j) : `${nameToken(names, token, j)} → ${nameToken(names, j)}: ${percent(weights[j])}`));
-  const part = (from, length) => range(length).filter((j) => j >= from && j < from + size);
-  const box = make("div", { class: "reading" });
-  const head = make("h3", {}, `Where ${nameToken(names.queries, token)} attends`);
-  if (patches) {
-    const across = 1 + Math.max(...grid.filter(Boolean).map((x) => Number(x[2])));
-    const field = make("div", { class: "patches", style: { gridTemplateColumns: `repeat(${across}, 1fr)` } });
-    grid.forEach((x, j) => { if (x) { const cell = button(names.keys, j, { text: "" }); Object.assign(cell.style, { gridRow: Number(x[1]) + 1, gridColumn: Number(x[2]) + 1 }); field.append(cell); } });
-    box.append(head, make("p", { class: "text" }, ...grid.flatMap((x, j) => (x ? [] : [button(names.keys, j)]))), field);
-  } else if (self) box.append(head, make("p", { class: "text" }, ...part(start.k, site.keys).map((j) => button(names.keys, j))));
-  else box.append(head, make("h4", {}, "Queries"), make("p", { class: "text" }, ...part(start.q, site.queries).map((j) => button(names.queries, j, { query: true }))), make("h4", {}, "Keys"), make("p", { class: "text" }, ...part(start.k, site.keys).map((j) => button(names.keys, j))));
+  const words = (names, j) => (names.length ? shortToken(names[j], 24) : String(j));
+  const choice = (j) => explain(make("button", { type: "button", class: "token", "aria-label": nameToken(own, j), "aria-pressed": String(j === token), onclick: () => setToken(j) }, words(own, j)), () => nameToken(own, j));
+  const weighed = (j, text) => explain(make("button", { type: "button", class: "token", "aria-label": `${nameToken(others, j)}: weight ${percent(weights[j])}`, style: shade(j), ...(self ? { "aria-pressed": String(j === token) } : {}), onclick: () => { if (self) setToken(j); } }, text), () => `${nameToken(others, j)}: ${percent(weights[j])}`);
+  const part = (first, length) => range(length).filter((j) => j >= first && j < first + size);
+  const box = make("div", { class: "reading" }, make("h3", {}, title));
+  if (patches && self) {
+    const field = make("div", { class: "patches", style: { gridTemplateColumns: `repeat(${1 + Math.max(...grid.filter(Boolean).map((x) => Number(x[2])))}, 1fr)` } });
+    grid.forEach((x, j) => { if (x) { const cell = weighed(j, ""); Object.assign(cell.style, { gridRow: Number(x[1]) + 1, gridColumn: Number(x[2]) + 1 }); field.append(cell); } });
+    box.append(make("p", { class: "text" }, ...grid.flatMap((x, j) => (x ? [] : [weighed(j, words(others, j))]))), field);
+  } else if (self) box.append(make("p", { class: "text" }, ...part(from, weights.length).map((j) => weighed(j, words(others, j)))));
+  else {
+    const incoming = byId("direction").value === "in", choices = make("p", { class: "text" }, ...part(ownFrom, incoming ? site.keys : site.queries).map(choice)), found = make("p", { class: "text" }, ...part(from, weights.length).map((j) => weighed(j, words(others, j))));
+    box.append(make("h4", {}, incoming ? "Keys" : "Queries"), choices, make("h4", {}, incoming ? "Queries" : "Keys"), found);
+  }
   return box;
 }
-function strongest(s, names, weights) {
-  const order = range(weights.length).sort((a, b) => weights[b] - weights[a]).filter((j) => ATTENTION.exact(s, token, weights[j])).slice(0, 8), sum = order.reduce((x, j) => x + weights[j], 0);
-  if (!order.length) return make("p", { class: "soft" }, `No single key gets more than ${percent(EXCERPT.threshold || 0)}: this query spreads its attention.`);
-  return make("div", {}, make("h4", {}, `Strongest keys: ${percent(Math.min(1, sum))} of the weight`), make("ol", { class: "strongest" }, ...order.map((j) => make("li", {}, make("span", { class: "name" }, nameToken(names.keys, j)), make("span", { class: "length", style: { width: `${clamp(100 * weights[j], 1, 100)}%` } }), make("span", { class: "figure" }, percent(weights[j]))))));
+function strongest({ others, weights, exact, incoming }) {
+  const order = range(weights.length).sort((a, b) => weights[b] - weights[a]).filter(exact).slice(0, 8), sum = order.reduce((x, j) => x + weights[j], 0);
+  if (!order.length) return make("p", { class: "soft" }, incoming ? `No query gives it more than ${percent(EXCERPT.threshold || 0)}.` : `No single key gets more than ${percent(EXCERPT.threshold || 0)}: this query spreads its attention.`);
+  return make("div", {}, make("h4", {}, incoming ? "Queries that attend to it most" : `Strongest keys: ${percent(Math.min(1, sum))} of the weight`), make("ol", { class: "strongest" }, ...order.map((j) => make("li", {}, make("span", { class: "name" }, nameToken(others, j)), make("span", { class: "length", style: { width: `${clamp(100 * weights[j], 1, 100)}%` } }), make("span", { class: "figure" }, percent(weights[j]))))));
 }
 
 // ---- depth ----
@@ -320,23 +336,32 @@ function depth() {
 }
 
 // ---- similar heads ----
-const pairName = ([x, i, j]) => `${headLabel(i)} and ${headLabel(j)}: ${x.toFixed(2)}`;
+const similarity = bytesOf(data.similarity);  // below the diagonal, row by row
+const cosine = (i, j) => {
+  if (i === j) return 1;
+  const byte = similarity[(Math.max(i, j) * (Math.max(i, j) - 1)) / 2 + Math.min(i, j)];
+  return byte === 255 ? null : byte / 250;
+};
 function similar() {
-  const matrix = data.redundancy, n = records.length;
-  if (!matrix.length) { byId("similar-section").hidden = true; return; }
+  const n = records.length;
+  if (n < 2 || !similarity.length) { byId("similar-section").hidden = true; return; }
   const ticks = rows.map((row, s) => [row[0] + (row.length - 1) / 2, siteLabel(s)]).filter((_, s) => s % Math.ceil(rows.length / 16) === 0);
   byId("redundancy").replaceChildren(panel("Cosine between the attention of two heads", heatMap({
-    rows: n, columns: n, colour: (r, c) => (known(matrix[r][c]) ? ramp(clamp(matrix[r][c], 0, 1)) : [128, 128, 128]), size: isNarrow() ? 236 : 380, left: isNarrow() ? 72 : 92, slanted: true, x: "head", y: "head",
+    rows: n, columns: n, colour: (r, c) => (known(cosine(r, c)) ? ramp(cosine(r, c)) : [128, 128, 128]), size: isNarrow() ? 236 : 380, left: isNarrow() ? 72 : 92, slanted: true, x: "head", y: "head",
     xTicks: ticks, yTicks: ticks, bar: { title: "cosine", colour: ramp, ticks: [0, 0.25, 0.5, 0.75, 1].map((t) => [t, String(t)]) },
-    point: (r, c) => (known(matrix[r][c]) ? pairName([matrix[r][c], r, c]) : `${headLabel(r)} and ${headLabel(c)}: of different lengths`), pick: (r) => choose(r), title: "Cosine between the attention of every pair of heads",
+    point: (r, c) => `${headLabel(r)} and ${headLabel(c)}: ${known(cosine(r, c)) ? cosine(r, c).toFixed(2) : "of different lengths"}`, pick: (r) => choose(r), title: "Cosine between the attention of every pair of heads",
   }), "Heads in the order of the layers. Click to choose the head of the row; the table then shows what is similar to it."));
   byId("alike-note").textContent = `Cosine between the attention matrices of two heads, on sampled query rows, ${meanOf(data.inputs.texts)}.`;
-  const pairs = matrix.flatMap((row, i) => row.slice(0, i).map((x, j) => [x, j, i])).filter(([x]) => known(x)).sort((a, b) => b[0] - a[0]);
-  byId("alike").replaceChildren(...pairTable("The most similar pairs", pairs.slice(0, 8)));
+  let most = [];  // the eight most similar pairs
+  for (let i = 1; i < n; i++) for (let j = 0; j < i; j++) {
+    const x = cosine(i, j);
+    if (known(x) && (most.length < 8 || x > most[most.length - 1][0])) most = [...most, [x, j, i]].sort((a, b) => b[0] - a[0]).slice(0, 8);
+  }
+  byId("alike").replaceChildren(...pairTable("The most similar pairs", most));
 }
 function drawSimilarTo() {
-  const row = data.redundancy[chosen];
-  if (row) byId("alike-chosen").replaceChildren(...pairTable(`Most similar to ${headLabel(chosen)}`, row.map((x, j) => [x, chosen, j]).filter(([x, , j]) => known(x) && j !== chosen).sort((a, b) => b[0] - a[0]).slice(0, 5)));
+  const others = range(records.length).filter((j) => j !== chosen).map((j) => [cosine(chosen, j), chosen, j]).filter(([x]) => known(x));
+  if (similarity.length) byId("alike-chosen").replaceChildren(...pairTable(`Most similar to ${headLabel(chosen)}`, others.sort((a, b) => b[0] - a[0]).slice(0, 5)));
 }
 function pairTable(caption, pairs) {
   const link = (i) => make("button", { type: "button", class: "link", onclick: () => { choose(i); byId("heads").scrollIntoView(); } }, headLabel(i));
