@@ -20,6 +20,9 @@ from headwise.output_directory import OutputDirectory, directory_for
 
 ASSETS = Path(__file__).parent / "assets"
 WORDS = {"item": "text", "items": "texts", "unit": "token", "units": "tokens"}
+REACH = 24
+"""The farthest offset of which the page shows the mean weight."""
+
 SHOWN_HEADS = 12
 """Heads that one piece of advice names on the page."""
 
@@ -133,7 +136,7 @@ def telling_heads(facts: Mapping[str, Any], count: int = 8) -> list[int]:
         statistic = measures.get("importance") or measures.get("contribution") or {}
         return statistic.get("mean") or 0.0
 
-    for kind in KINDS:
+    for kind in sorted(KINDS, key=lambda kind: kind == "uniform"):  # the least to see comes last
         found += sorted((i for i, record in enumerate(records) if record["kind"] == kind), key=size)[-1:]
     return list(dict.fromkeys(found))[:count]
 
@@ -190,9 +193,14 @@ def _record(record: Mapping[str, Any]) -> dict[str, Any]:
             name: [*(_short(x.get(key)) for key in ("mean", "std", "min", "max")), x["texts"]]
             for name, x in record["measures"].items()
         },
-        "profile": [_short(x, 3) for x in record["profile"]],
+        "profile": [_short(x, 3) for x in _middle(record["profile"], 2 * REACH + 1)],
         "spectrum": [_short(x, 3) for x in record["spectrum"]],
     }
+
+
+def _middle(x: Sequence[float], count: int) -> Sequence[float]:
+    left_out = max(0, len(x) - count) // 2
+    return x[left_out : len(x) - left_out]
 
 
 def _similarity(matrix: Sequence[Sequence[float | None]]) -> str:

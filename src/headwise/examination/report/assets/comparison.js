@@ -40,7 +40,8 @@ function cellOfMap(side, p, tones) {
 }
 function buildMaps() {
   for (const [side, title] of [["A", `A: ${A.model.name}`], ["B", `B: ${B.model.name}`], ["change", "Change from A to B"]]) {
-    const widest = Math.max(...rows.map((r) => r.length)), table = make("table", { class: "map", "data-side": side });
+    const widest = Math.max(...rows.map((r) => r.length)), table = make("table", { class: "map", "data-side": side, style: { minWidth: `${4 + 1.45 * widest}rem` } });
+    if (widest > 16) byId("maps").classList.add("broad");
     table.append(make("caption", {}, title), make("thead", {}, make("tr", {}, make("td", {}, make("span", { class: "corner" }, "head →")), ...range(widest).map((h) => make("th", { scope: "col" }, String(h))))),
       make("tbody", {}, ...rows.map((row, s) => [row, s]).filter(([row]) => row.length).map(([row, s]) => make("tr", {}, make("th", { scope: "row", title: A.sites[s].name }, A.sites[s].label),
         ...row.map((p) => make("td", {}, explain(make("button", { type: "button", class: "head", "data-i": p, "data-side": side, tabindex: -1, "aria-pressed": "false", onclick: () => choose(p, { show: true }) }), (event) => event.currentTarget.getAttribute("aria-label"))))))));
@@ -93,7 +94,7 @@ const columns = [
   { name: "layer", label: "layer", group: "Head", left: true, ascending: true, value: layerOf, number: (p) => recordA(p).site, meaning: "The place in the model that computes attention." },
   { name: "head", label: "head", group: "Head", ascending: true, value: (p) => recordA(p).head, meaning: "Number of the head in its layer, from 0." },
   { name: "kind", label: "kind", group: "Head", left: true, value: kindWords, show: (p) => (recordA(p).kind === recordB(p).kind ? [swatch(recordA(p).kind), kindWords(p)] : [swatch(recordA(p).kind), swatch(recordB(p).kind), kindWords(p)]), meaning: "Kind in A → kind in B; * if they were judged at different lengths, which alone can change a kind." },
-  { name: "measure", label: "measure that moved farthest", heading: "moved farthest", group: "Largest change", left: true, value: (p) => MEASURES[most(p)].label, meaning: hasZ ? "The measure with the largest z." : "The measure with the largest relative change." },
+  { name: "measure", label: "measure that moved farthest", heading: "moved farthest", group: "Largest change", left: true, value: (p) => MEASURES[most(p)].heading, meaning: hasZ ? "The measure with the largest z." : "The measure with the largest relative change." },
   { name: "A", label: "A", group: "Largest change", value: (p) => statistic(recordA(p), most(p))[0], show: (p) => spread(recordA(p), most(p)), meaning: `Mean ± sample standard deviation over the ${WORDS.items} of A.` },
   { name: "B", label: "B", group: "Largest change", value: (p) => statistic(recordB(p), most(p))[0], show: (p) => spread(recordB(p), most(p)), meaning: `Mean ± sample standard deviation over the ${WORDS.items} of B.` },
   { name: "texts", label: WORDS.items, group: "Largest change", value: (p) => counts(p, most(p)), meaning: `Number of ${WORDS.items} on which it was measured, in A and in B.` },
@@ -146,10 +147,10 @@ function choose(p, { replace = false, keep = false, show = false } = {}) {
 const toolsA = A.excerpt && A.excerpt.sites ? excerptTools(A.excerpt) : null, toolsB = B.excerpt && B.excerpt.sites ? excerptTools(B.excerpt) : null;
 function drawHead() {
   const a = recordA(chosen), b = recordB(chosen), reach = (a.profile.length - 1) / 2;
-  const near = (record) => record.profile.map((y, x) => [x - reach, y]).filter(([x]) => Math.abs(x) <= 24);
+  const near = (record) => record.profile.map((y, x) => [x - reach, y]);
   const both = (points) => [{ name: "A", points: points(a) }, { name: "B", points: points(b) }];
   const body = make("tbody", {}, ...measured.filter((x) => known(difference(chosen, x.name))).map((x) => [x, ...changeOf(chosen, x.name)]).sort((x, y) => (y[2] || 0) - (x[2] || 0) || y[1] - x[1]).map(([x, relative, z]) => make("tr", {},
-    make("th", { scope: "row" }, explain(make("span", { tabindex: 0 }, x.label), `${x.formula}: ${x.meaning}`)), make("td", {}, spread(a, x.name)), make("td", {}, spread(b, x.name)), make("td", {}, counts(chosen, x.name)), make("td", {}, percent(relative)), make("td", {}, known(z) ? z.toFixed(1) : "–"))));
+    make("th", { scope: "row" }, explain(make("span", { tabindex: 0 }, x.heading), `${x.label} = ${x.formula}: ${x.meaning}`)), make("td", {}, spread(a, x.name)), make("td", {}, spread(b, x.name)), make("td", {}, counts(chosen, x.name)), make("td", {}, percent(relative)), make("td", {}, known(z) ? z.toFixed(1) : "–"))));
   // one scale for both, so that equal colours are equal weights
   const top = Math.max(...[[toolsA, a], [toolsB, b]].filter(([tools]) => tools).map(([tools, r]) => tools.head(r.site, r.head).site.top[r.head]));
   const picture = (tools, record, side) => (tools ? panel(`${side}: one ${WORDS.item}`, overview(record.site, record.head, { size: 260, top }, tools)) : null);
@@ -160,7 +161,7 @@ function drawHead() {
     make("div", { class: "two wide-left" },
       make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "All changes of this head" }, make("table", { class: "numbers" }, make("caption", {}, "All changes of this head"), make("thead", {}, make("tr", {}, ...["measure", "A ± std", "B ± std", WORDS.items, "change", "z"].map((x) => make("th", { scope: "col" }, x)))), body)),
       make("div", { class: "two" }, picture(toolsA, a, "A"), picture(toolsB, b, "B"),
-        panel("Mean weight by offset", chart({ series: both(near), height: 190, x: "offset (key − query)", y: "weight", unit: "share", ticks: [-24, -12, 0, 12, 24].map((v) => [v, String(v)]) })),
+        panel("Mean weight by offset", chart({ series: both(near), height: 190, x: "offset (key − query)", y: "weight", unit: "share", ticks: [-reach, -reach / 2, 0, reach / 2, reach].map((v) => [v, String(v)]) })),
         a.spectrum.length && b.spectrum.length ? panel("Singular values of P", chart({ series: both((r) => r.spectrum.map((y, x) => [x + 1, y])), log: true, height: 190, x: "index", y: "σ" })) : null)));
 }
 function depth() {

@@ -18,6 +18,7 @@ function plan() {
   const widest = Math.max(...Object.values(found.sites).map((r) => r.length)), body = make("tbody");
   for (const [site, choices] of Object.entries(found.sites)) body.append(make("tr", {}, make("th", { scope: "row", title: site }, nameOf(site)),
     ...choices.map((c, h) => make("td", {}, explain(make("span", { class: `operator${c.kind === "softmax" ? " softmax" : ""}`, style: paintOperator(c.kind), role: "img", "aria-label": `${nameOf(site)}, head ${h}: ${words(c)}` }, codes[c.kind]), () => `${nameOf(site)} · head ${h}: ${words(c)}`)))));
+  byId("plan-map").style.minWidth = `${4 + 1.45 * widest}rem`;
   byId("plan-map").append(make("thead", {}, make("tr", {}, make("td", {}), ...range(widest).map((h) => make("th", { scope: "col" }, String(h))))), body);
   for (const kind of kinds) byId("plan-legend").append(make("div", { class: "entry" }, make("span", { class: `operator${kind === "softmax" ? " softmax" : ""}`, style: paintOperator(kind), "aria-hidden": "true" }, codes[kind]),
     make("span", {}, make("strong", {}, kind === "softmax" ? "softmax, unchanged" : kind.replaceAll("_", " ")), ` ${all.filter((c) => c.kind === kind).length}`)));

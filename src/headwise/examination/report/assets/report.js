@@ -40,6 +40,8 @@ function findAddress(hash) {
 // ---- map of heads ----
 function mapTable(table, cell) {
   const widest = Math.max(...rows.map((r) => r.length));
+  table.style.minWidth = `${4 + 1.45 * widest}rem`;
+  if (widest > 16) document.querySelector(".explorer").classList.add("broad");
   table.append(make("thead", {}, make("tr", {}, make("td", {}, make("span", { class: "corner" }, "head →")), ...range(widest).map((h) => make("th", { scope: "col" }, String(h))))));
   table.append(make("tbody", {}, ...rows.map((row, s) => make("tr", {},
     make("th", { scope: "row", title: sites[s].name }, siteLabel(s) + (sites[s].kind === "cross" ? " (cross)" : "")), ...row.map(cell)))));
@@ -187,9 +189,9 @@ function drawHead() {
       overview(record.site, record.head, { size: 300, pick: (r, c) => moveWindow(edge(r, found.rows, found.queries), edge(c, found.columns, found.keys)) }),
       found.rows < found.queries || found.columns < found.keys ? `A cell is the mean of about ${Math.round(found.queries / found.rows)} × ${Math.round(found.keys / found.columns)} ${WORDS.units}; single ${WORDS.units} are below. Click to look there.` : "Click to look closer below."));
   }
-  const reach = (record.profile.length - 1) / 2, near = record.profile.map((y, x) => [x - reach, y]).filter(([x]) => Math.abs(x) <= 24);
+  const reach = (record.profile.length - 1) / 2, near = record.profile.map((y, x) => [x - reach, y]);
   pictures.push(make("div", { class: "stack" },
-    panel(`Mean weight by offset, ${meanOf(all)}`, chart({ bars: near, height: 170, x: "offset (key − query)", y: "weight", unit: "share", ticks: [-24, -12, 0, 12, 24].map((v) => [v, String(v)]) })),
+    panel(`Mean weight by offset, ${meanOf(all)}`, chart({ bars: near, height: 170, x: "offset (key − query)", y: "weight", unit: "share", ticks: [-reach, -reach / 2, 0, reach / 2, reach].map((v) => [v, String(v)]) })),
     record.spectrum.length ? panel(`Singular values of P, ${data.inputs.spectra_exact ? "exact" : "approximate"}, ${meanOf(data.inputs.spectra_texts)}`,
       chart({ series: [{ points: record.spectrum.map((y, x) => [x + 1, y]) }], log: true, height: 170, x: "index", y: "σ" })) : make("p", { class: "soft" }, "Singular values were not measured.")));
   detail.replaceChildren(
