@@ -147,7 +147,7 @@ def _page(facts: dict[str, Any]) -> str:
         data["plan"] = facts["plan"]
     return assembled_page(
         "report.html",
-        ("basics.js", "pictures.js", "table.js", "attention.js", "plan.js", "report.js"),
+        ("basics.js", "pictures.js", "table.js", "attention.js", "heads.js", "tokens.js", "plan.js", "report.js"),
         data,
         title=model["name"],
         subtitle=f"{model['class']}, {model['parameters']:,} parameters, {len(facts['records'])} heads; {basis(facts)}",
