@@ -52,6 +52,22 @@ def failures_of_low_rank(
     return Frequency(int((squares.sqrt() > epsilon * (p @ w).norm()).sum()), draws)
 
 
+def rank_for_all_rows(n: int, *, draws: int, generator: torch.Generator | None = None) -> float:
+    """k eps^2 such that half of the sketches keep every row of R^T R w within eps ||w||, for a unit w of length n.
+
+    The error of row i at rank k is (r_i . R w - w_i), of standard deviation about 1 / sqrt(k): the median over draws of
+    the largest squared error, times k, is the answer whatever k is.
+    """
+    k = 64
+    w = torch.randn(n, dtype=torch.float64, generator=generator)
+    w /= w.norm()
+    largest = []
+    for _ in range(draws):
+        r = sketch(k, n, generator)
+        largest.append(k * ((r.mT @ (r @ w)) - w).square().max())
+    return torch.stack(largest).median().item()
+
+
 def best_rank_error(p: Tensor, k: int) -> float:
     """||P - P_k||_F of the best P_k of rank k: sqrt(sum_(i > k) sigma_i^2) (Eckart & Young)."""
     return torch.linalg.svdvals(p)[k:].square().sum().sqrt().item()
