@@ -9,12 +9,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwise.ledger.complexity_tables import add_table
+from headwise.ledger.complexity_tables import CHAINS, COSTS, add_table
 from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, equal, generator, matrix, rounding, shown
 from headwise.linalg.norms import composite_norm, infinity_norm, one_norm, spectral_norm
+from headwise.testing.counting import MultiplyAdds
 from headwise.theory import concentration, paths
 from headwise.theory.collapse import collapse, layer_constant, published_log_bound, relative_residual, residual
 from headwise.theory.collapse_counterexamples import long_layer, two_wide_heads
+from headwise.theory.complexity import exponent
+from headwise.theory.concentration import sketch
 from headwise.theory.counterexamples import Draw, Side, Worst, search
 from headwise.theory.stack import random_stack
 
@@ -63,6 +66,42 @@ def path_decomposition() -> Finding:
     error = ((total + groups.bias - groups.output).norm() / groups.output.norm()).item()
     constant = residual(groups.bias).norm().item()
     return Finding(rounding("27 paths and one bias, the same for all tokens, add up to the network", error + constant))
+
+
+@SOURCE.claim(
+    "S0.stacking",
+    "2.1",
+    "Stacked layers multiply W_h1 W_h2 in the order of P_h1 P_h2",
+    r"\mathrm{SA}\circ\mathrm{SA}(X)=\sum_{h_1,h_2}P_{h_1}P_{h_2}XW_{h_1}W_{h_2}+\mathbf 1b^\top",
+    Outcome.CORRECTED,
+    "Attention matrices accumulate on the left, weights on the right: in reading order they run against each other.",
+    premise="P of each layer is that of the forward pass",
+    truth="sum P_h2 P_h1 X W_h1 W_h2, where h1 is the first layer",
+)
+def order_of_weights() -> Finding:
+    """Three layers of two heads: all paths, with the W's in both orders, against the network."""
+    stack, x = random_stack(3, 2, 5, scale=1.5, generator=generator()), draw(6, 5, seed=1)
+    states = stack.states(x)
+    attention = [layer.attention(state) for layer, state in zip(stack.layers, states, strict=False)]
+
+    def total(reverse: bool) -> Tensor:
+        result = torch.zeros_like(x)
+        for heads in itertools.product(range(2), repeat=3):
+            left, right = torch.eye(6, dtype=x.dtype), torch.eye(5, dtype=x.dtype)
+            for layer, h in enumerate(heads):
+                w = stack.layers[layer].w[h]
+                left, right = attention[layer][h] @ left, w @ right if reverse else right @ w
+            result += left @ x @ right
+        return result
+
+    network = residual(states[-1])  # without the bias, which is the same for all tokens
+    printed, fixed = ((residual(total(r)) - network).norm() / network.norm() for r in (True, False))
+    return Finding(
+        rounding("three layers, weights in the printed order, relative error", printed.item()),
+        corrected=rounding("with the weights of the first layer first", fixed.item()),
+        example=f"three layers of two heads, 8 paths: the printed order is off by {printed.item():.2g}, relative to "
+        "the differences between tokens",
+    )
 
 
 @SOURCE.claim(
@@ -247,6 +286,58 @@ def sketched(p: Tensor, epsilon: float = 0.5) -> Finding:
 
 
 @SOURCE.claim(
+    "S0.exponential",
+    "2.3, proof",
+    "softmax(A / sqrt(d)) = exp(sqrt(d) A) D^-1",
+    r"\mathrm{softmax}(A/\sqrt d)=\exp(\sqrt d A)D_A^{-1}",
+    Outcome.CORRECTED,
+    "A misprint with consequences for whoever implements it: scores d times too large.",
+    premise="D holds the row sums and stands on the left",
+    truth="D^-1 exp(A / sqrt(d))",
+)
+def exponential_form() -> Finding:
+    a, d = draw(5, 5), 16
+
+    def scaled(factor: float, by_rows: bool) -> Tensor:
+        e = (factor * a).exp()
+        return e / e.sum(-1, keepdim=True) if by_rows else e / e.sum(-2, keepdim=True)
+
+    p = torch.softmax(a / math.sqrt(d), -1)
+    rows = scaled(math.sqrt(d), False).sum(-1)
+    return Finding(
+        equal("exp(sqrt(d) A) D^-1 against softmax(A / sqrt(d)), d = 16", scaled(math.sqrt(d), False), p),
+        corrected=equal("D^-1 exp(A / sqrt(d)) against it", scaled(1 / math.sqrt(d), True), p),
+        example=f"as printed, D^-1 on the right divides columns: the first row sums to {rows[0].item():.3f}, not to 1",
+    )
+
+
+@SOURCE.claim(
+    "S0.svd",
+    "2.3, proof",
+    "The SVD of P~ achieves linear complexity",
+    r"\tilde P\simeq\sum_{i=1}^k\sigma_iu_iv_i^\top",
+    Outcome.REFUTED,
+    "To sketch or decompose P one needs P, or products with it: n^2 operations. Linformer learns its projections, "
+    "which replaces the decomposition.",
+)
+def svd_needs_p() -> Finding:
+    """Operations before the first product with the k singular vectors, as n grows: the exponent of forming P R'."""
+    lengths = (256, 512, 1024, 2048)
+    counts = []
+    for n in lengths:
+        q, key, r = draw(n, 8), draw(n, 8, seed=1), sketch(16, n, generator(2))
+        with MultiplyAdds() as count:
+            torch.softmax(q @ key.mT, -1) @ r.mT
+        counts.append(count.products)
+    fitted = exponent(lengths, counts)
+    return Finding(
+        at_most("exponent of the operations that the decomposition needs", fitted.value, 1.05),
+        example=f"forming P R' for a sketch of 16 rows takes {counts[0]:,} multiply-adds at n = 256 and "
+        f"{counts[-1]:,} at n = 2048: {fitted}; only the products with k vectors afterwards are linear",
+    )
+
+
+@SOURCE.claim(
     "S0.rank",
     "2.3",
     "The rank is Theta(log n * log n)",
@@ -345,6 +436,40 @@ def entrywise_step() -> Finding:
     )
 
 
+def lower_gap(n: int, d: int) -> Worst:
+    """P R >= (I - D) 1 softmax(r)' R at its worst entry, as a difference."""
+    return _step_gap(lambda p, s, wide, rest: ((1 - wide) * (s @ rest) - p @ rest).max(), n, d, 8)
+
+
+@SOURCE.claim(
+    "S0.lower",
+    "2.4, after (10)",
+    "P X >= 1 (x' + softmax(r)' R) - D 1 softmax(r)' R entry by entry",
+    r"PX\ge\mathbf 1(x^\top+\mathrm{softmax}(r)^\top R)-D\mathbf 1\,\mathrm{softmax}(r)^\top R",
+    Outcome.CORRECTED,
+    "The companion of step (9), with the same two faults: R has both signs, and 1 - e^-D < D is not enough for them.",
+    premise="none",
+    truth="PR - 1 softmax(r)'R >= -(e^D - 1) 1 softmax(r)'|R|",
+)
+def lower_inequality() -> Finding:
+    worst = lower_gap(2, 1)
+    p, s, wide, rest = _sides(*worst.at)
+    excess = (1 - wide) * (s @ rest) - p @ rest
+    row = int(excess.argmax())
+
+    def below(p: Tensor, s: Tensor, wide: Tensor, rest: Tensor) -> Tensor:
+        return ((s @ rest - p @ rest) / (wide.expm1() * (s @ rest.abs()))).max()
+
+    fixed = max(_step_gap(below, n, d, 20).gap for n, d in ((2, 1), (5, 3)))
+    return Finding(
+        at_most("(1 - D) softmax(r)' R - P R at its worst entry", worst.gap, 0.0),
+        corrected=at_most("largest (1 s'R - P R) / (e^D - 1) 1 s'|R| found by gradient search", fixed, 1.0),
+        example=f"two tokens, R = {shown(rest[:, 0])}', softmax(r) = {shown(s)}, D = {wide[row].item():.3g}: the left "
+        f"side is {(p @ rest)[row].item():.3f}, the right side {((1 - wide) * (s @ rest))[row].item():.3f} (found by "
+        "gradient search, seed 0)",
+    )
+
+
 def triangle_gap(n: int = 2) -> Worst:
     """||A + B|| <= ||A|| + ||B|| for the composite norm."""
     return search(
@@ -432,4 +557,4 @@ def low_rank_causes_collapse() -> Finding:
     )
 
 
-add_table(SOURCE, {"projected": ("A Linformer", "O(n)", "For a fixed projection size.")}, {}, timed=True)
+add_table(SOURCE, {**COSTS, "projected": ("A Linformer", "O(n)", "For a fixed projection size.")}, CHAINS)

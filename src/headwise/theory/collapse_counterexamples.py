@@ -1,8 +1,8 @@
 """Two layers that break the published collapse bound ||res SA(X)|| <= (4 H beta / sqrt(d_qk)) ||res X||^3.
 
-Both are exact: the attention matrix has a few kinds of rows, so that every norm is a sum of a few terms and any size can
-be evaluated.  `tests/theory/test_collapse_counterexamples.py` compares them with dense layers.  headwise.theory.collapse
-has the bound that holds.
+Both are exact: the attention matrix has a few kinds of rows, so that every norm is a sum of a few terms and any size
+can be evaluated.  `tests/theory/test_collapse_counterexamples.py` compares them with dense layers.
+headwise.theory.collapse has the bound that holds.
 """
 
 from __future__ import annotations

@@ -20,6 +20,19 @@ def sketch_size(n: int, epsilon: float, constant: float = 5.0) -> int:
     return math.ceil(constant * math.log(n) / (epsilon**2 - epsilon**3))
 
 
+def first_length(epsilon: float, constant: float = 5.0) -> int:
+    """The smallest n with `sketch_size(n)` < n: for shorter sequences the sketch is larger than what it replaces.
+
+    >>> first_length(0.1), sketch_size(4096, 0.1)
+    (4699, 4621)
+    """
+    low, high = 8, 1 << 40  # ln(n) / n decreases from n = 3 on
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if sketch_size(middle, epsilon, constant) < middle else (middle + 1, high)
+    return low
+
+
 @dataclass(frozen=True)
 class Frequency:
     """The number of failures in independent draws, with a 99 % interval for the rate (Wilson)."""
