@@ -327,7 +327,7 @@ def svd_needs_p() -> Finding:
     for n in lengths:
         q, key, r = draw(n, 8), draw(n, 8, seed=1), sketch(16, n, generator(2))
         with MultiplyAdds() as count:
-            torch.softmax(q @ key.mT, -1) @ r.mT
+            _ = torch.softmax(q @ key.mT, -1) @ r.mT
         counts.append(count.products)
     fitted = exponent(lengths, counts)
     return Finding(
