@@ -73,14 +73,14 @@ def examination() -> Examination:
         advice=[
             {
                 "topic": "Idle heads",
-                "text": "Two heads do nothing.",
+                "text": "Two heads do `<nothing>`.",
                 "heads": [[1, 2], [0, 3]],
                 "command": "headwise plan x",
             },
             {"topic": "Collapse", "text": "Tokens become equal.", "heads": [], "command": None},
         ],
         unseen=[{"name": "trunk.mixer", "class": "Mixer", "why": "it is written by hand"}],
-        by_length={"lengths": [64, LENGTH], "kinds": [["sink"] * 8, [r.kind for r in records]]},
+        by_length={"lengths": [64, LENGTH], "kinds": {"64": ["sink"] * 8, str(LENGTH): [r.kind for r in records]}},
     )
 
 
@@ -203,6 +203,7 @@ def test_advice_comes_first_and_its_heads_can_be_clicked(opened) -> None:
         "Heads",
     ]
     assert "From 2 texts of 150 tokens, 1 of them with spectra." in one(opened, ".advice").text
+    assert one(opened, ".advice code").text == "<nothing>"
     assert "trunk.mixer (Mixer): it is written by hand" in one(opened, ".warning").text
     assert "layers.1.self_attn, head 2" in pressed(opened)[0]  # the first head of the advice is shown
     chip = every(opened, "a.chip")[1]

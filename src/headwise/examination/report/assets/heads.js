@@ -167,11 +167,17 @@ function paint() {
 }
 
 // ---- table of heads ----
-const kindCell = (i) => [
-  swatch(records[i].kind),
-  records[i].kind,
-  ...(records[i].traits || []).map((x) => make("span", { class: "trait" }, x)),
-];
+const kindCell = (i) => [swatch(records[i].kind), records[i].kind];
+const traitsOf = (i) => records[i].traits || [];
+const traits = {
+  name: "traits",
+  label: "also",
+  group: "Kind",
+  left: true,
+  value: (i) => traitsOf(i).join(", "),
+  show: (i) => traitsOf(i).map((x) => make("span", { class: "trait" }, x)),
+  meaning: `What else holds of the head, beside its kind, on most ${WORDS.items}.`,
+};
 const columns = [
   {
     name: "layer",
@@ -196,9 +202,9 @@ const columns = [
     label: "kind",
     group: "Kind",
     left: true,
-    value: (i) => [records[i].kind, ...(records[i].traits || [])].join(" + "),
+    value: (i) => records[i].kind,
     show: kindCell,
-    meaning: `The first rule that fits the head on most ${WORDS.items}, and what else holds of it.`,
+    meaning: `The first rule that fits the head on most ${WORDS.items}.`,
   },
   {
     name: "description",
@@ -217,6 +223,7 @@ const columns = [
     value: (i) => value(records[i], x.name),
     meaning: `${x.label} = ${x.formula}: ${x.meaning}`,
   })),
+  ...(records.some((_, i) => traitsOf(i).length) ? [traits] : []),
 ];
 let table;
 function buildTable() {
@@ -224,7 +231,7 @@ function buildTable() {
     table: byId("table"),
     count: records.length,
     columns,
-    shown: ["layer", "head", "kind", ...data.columns],
+    shown: ["layer", "head", "kind", ...data.columns, "traits"],
     choose: (i, replace) => choose(i, { replace }),
     changed: (found) => {
       byId("count").textContent =
