@@ -158,7 +158,7 @@ class Elements(HTMLParser):
 
 
 def test_a_notebook_shows_map_and_table_without_script(examination: Examination) -> None:
-    html = notebook_html(examination)
+    html = notebook_html(replace(examination, advice=[]))
     seen = Elements(html)
     assert len(html) < 40_000
     assert not seen.tags & {"script", "style", "link", "img", "iframe", "a", "form"}

@@ -139,15 +139,17 @@ function paint() {
           ),
         );
     }
-    const other = (k) => records.filter((r, i) => byLength.kinds[k][i] !== r.kind).length;
-    if (byLength)
-      legend.append(
-        make(
-          "p",
-          { class: "soft" },
-          `Kinds depend on the length: ${byLength.lengths.map((n, k) => `at ${n} ${WORDS.units} ${other(k) || "no"} ${other(k) === 1 ? "head has" : "heads have"} another kind`).join(", ")}.`,
-        ),
+    if (byLength) {
+      const others = byLength.kinds.map((kinds) => records.filter((r, i) => kinds[i] !== r.kind).length);
+      const differ = byLength.lengths.map((n, k) => [n, others[k]]).filter(([, count]) => count);
+      const words = differ.map(
+        ([n, count]) => `at ${n} ${WORDS.units} ${count} ${count === 1 ? "has" : "have"} another`,
       );
+      const text = differ.length
+        ? `Kinds depend on the length: ${words.join(", ")}.`
+        : `Kinds are the same at ${byLength.lengths.join(", ")} ${WORDS.units}.`;
+      legend.append(make("p", { class: "soft" }, text));
+    }
     return;
   }
   const { unit } = MEASURES[measure];
