@@ -61,7 +61,7 @@ def examination() -> Examination:
     records = [
         replace(
             record,
-            traits=["induction"] if i == 5 else [],
+            traits=["induction", "broad"] if i == 5 else [],
             measures={**record.measures, "importance": Statistic(10.0**-i, 0.0, 10.0**-i, 10.0**-i, 2)},
         )
         for i, record in enumerate(found.records)
@@ -465,6 +465,14 @@ def test_what_attends_to_a_token(opened) -> None:
     shown = np.array(opened.execute_script("return [...ATTENTION.received(1, 2, 20)]"))
     stored = column > opened.execute_script("return EXCERPT.threshold") + 1e-5
     assert np.abs(np.sqrt(shown[stored]) - np.sqrt(column[stored])).max() < 0.5 / 255 + 1e-3
+
+
+def test_another_kind_that_fits_colours_a_corner(opened) -> None:
+    cells = every(opened, "button.head")
+    assert "gradient" in cells[5].value_of_css_property("background-image")
+    assert "gradient" not in cells[4].value_of_css_property("background-image")
+    assert cells[5].get_attribute("aria-label").endswith(", also induction, broad")
+    assert "that kind fits the head too" in one(opened, "#legend").text
 
 
 def test_kinds_at_other_lengths(opened) -> None:

@@ -62,8 +62,9 @@ function buildMap() {
     "aria-pressed": "false",
     onclick: () => choose(i, { show: true }),
   });
+  const also = (i) => (measure === "kind" && traitsOf(i).length ? ` (also ${traitsOf(i).join(", ")})` : "");
   const said = (i) =>
-    (showsKinds() ? kindShown(i) : cellText(i)) + (measure === "kind" ? ` – ${records[i].description}` : "");
+    (showsKinds() ? kindShown(i) + also(i) : cellText(i)) + (measure === "kind" ? ` – ${records[i].description}` : "");
   headMap(byId("map"), {
     rows,
     names: sites.map(({ name, label, kind }) => ({ name, label: label + (kind === "cross" ? " (cross)" : "") })),
@@ -82,6 +83,11 @@ function buildMap() {
 }
 const showsKinds = () => !MEASURES[measure];
 const kindShown = (i) => (measure === "kind" ? records[i].kind : byLength.kinds[Number(measure.slice(5))][i]);
+// other kinds that fit the head too: the first of them colours a corner of its cell
+const traitsOf = (i) => records[i].traits || [];
+const alsoOf = (i) => (measure === "kind" ? traitsOf(i).filter((x) => KINDS[x]) : []);
+const cornered = (colour, also) =>
+  also ? `linear-gradient(225deg, ${kindOf(also).colour} 22%, transparent 23%), ${colour}` : colour;
 const cellText = (i) => {
   const x = value(records[i], measure);
   return known(x)
@@ -109,9 +115,11 @@ function paint() {
     let text, name;
     if (showsKinds()) {
       name = kindShown(i);
-      const { letter, colour, ink } = kindOf(name);
-      Object.assign(button.style, { background: colour, color: ink });
+      const { letter, colour, ink } = kindOf(name),
+        also = alsoOf(i)[0];
+      Object.assign(button.style, { background: cornered(colour, also), color: ink });
       text = letter;
+      if (measure === "kind" && traitsOf(i).length) name += `, also ${traitsOf(i).join(", ")}`;
     } else {
       name = cellText(i);
       const rgb = known(x) ? ramp(tones.place(x)) : null;
@@ -139,6 +147,10 @@ function paint() {
           ),
         );
     }
+    if (records.some((_, i) => alsoOf(i).length))
+      legend.append(
+        make("p", { class: "soft" }, "A corner in the colour of another kind: that kind fits the head too."),
+      );
     if (byLength) {
       const others = byLength.kinds.map((kinds) => records.filter((r, i) => kinds[i] !== r.kind).length);
       const differ = byLength.lengths.map((n, k) => [n, others[k]]).filter(([, count]) => count);
@@ -170,7 +182,6 @@ function paint() {
 
 // ---- table of heads ----
 const kindCell = (i) => [swatch(records[i].kind), records[i].kind];
-const traitsOf = (i) => records[i].traits || [];
 const traits = {
   name: "traits",
   label: "also",
