@@ -14,7 +14,7 @@ number of texts that have it), the explanation in its `measures` table, the list
 the page, `headwise compare`, the choice of unusual heads, and the table in docs/reference/report-json.md.
 
 Letters: m queries, n keys; σ_1 ≥ σ_2 ≥ … the singular values of P; H_i = −Σ_j P_ij log P_ij the entropy of query i;
-c_j = mean_i P_ij what key j receives; w(δ) = mean_i P_(i, i+δ) the weight at offset δ = j − i.
+c_j = mean_i P_ij what key j receives; w(δ) = mean_i P_(i, i+δ) the weight at offset δ = j − i; t_i the token at i.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor
 from headwise.errors import InputError
 from headwise.examination.measure.spectra import HeadSpectrum
 from headwise.examination.measure.streaming import HeadSums
+from headwise.examination.measure.token_patterns import DelimiterWeights, TokenWeights
 from headwise.linalg import ranks
 
 
@@ -103,7 +104,7 @@ def register_measure(
     return add
 
 
-def evaluate(x: HeadSums | HeadProjection) -> dict[str, Tensor]:
+def evaluate(x: HeadSums | HeadProjection | TokenWeights | DelimiterWeights) -> dict[str, Tensor]:
     """name -> (h,) float64 for every measure of this type."""
     # cloned: a view of one number would keep the whole array it was taken from
     return {name: m.compute(x).double().clone() for name, m in MEASURES.items() if m.of is type(x)}
@@ -314,6 +315,61 @@ def best_offset_error(x: HeadSums) -> Tensor:
 def toeplitz_error(x: HeadSums) -> Tensor:
     """min_T ‖P − T‖ / ‖P‖ over Toeplitz T: distance from attention that depends on j − i alone."""
     return (1 - x.diagonal_energy.sum(-1) / x.frobenius_squared).clamp(min=0).sqrt()  # T has the diagonal means of P
+
+
+@register_measure(of=HeadSums, label="weight farther than n/4", unit="share", shown=True, compared=True)
+def distant_mass(x: HeadSums) -> Tensor:
+    """Σ_(|δ| > n/4) w(δ): weight of keys more than a quarter of the text away."""
+    return x.offset_mass[:, x.offsets.abs() > x.n / 4].sum(-1)
+
+
+@register_measure(of=HeadSums, unit="share")
+def distant_chance(x: HeadSums) -> Tensor:
+    """distant_mass of a head that averages over all keys, or over all earlier ones if it attends to no later key: 56 %
+    and 40 % of a long text."""
+    i, j = torch.arange(x.m, dtype=torch.float64), x.n / 4
+    before = (i - math.floor(j)).clamp(min=0)  # keys more than n/4 before query i
+    after = (x.n - 1 - i - math.floor(j)).clamp(min=0)
+    looks_ahead = x.offset_mass[:, x.offsets > 0].sum(-1) > 0
+    return torch.where(looks_ahead, ((before + after) / x.n).mean(), (before / (i + 1)).mean())
+
+
+# ---- tokens ----
+
+for _name, _where, _meaning in (
+    ("duplicate", "j ≠ i, t_j = t_i", "other places of its own token"),
+    ("induction", "j ≤ i, t_(j−1) = t_i", "what followed its token earlier"),
+    ("previous_of_duplicate", "j < i − 1, t_(j+1) = t_i", "what preceded its token earlier"),
+):
+    _words = f"{_meaning}, over the queries that have such a key"
+    register_measure(
+        of=TokenWeights,
+        name=f"{_name}_mass",
+        label=f"weight on {_meaning}",
+        definition=f"mean_i Σ_j P_ij, {_where}: weight of {_words}.",
+        unit="share",
+        shown=_name != "previous_of_duplicate",
+        compared=_name == "induction",
+    )(lambda x, name=_name: x.mass[name])
+    register_measure(
+        of=TokenWeights,
+        name=f"{_name}_chance",
+        label=f"weight on {_meaning}, by chance",
+        definition=f"{_name}_mass of a head that averages: the share of {_words}, among the visible keys.",
+        unit="share",
+    )(lambda x, name=_name: x.chance[name])
+
+
+@register_measure(of=DelimiterWeights, label="weight on delimiters", unit="share", shown=True)
+def delimiter_mass(x: DelimiterWeights) -> Tensor:
+    """Σ_j c_j, t_j a delimiter: weight of punctuation, newlines and special tokens."""
+    return x.mass
+
+
+@register_measure(of=DelimiterWeights, label="weight on delimiters, by chance", unit="share")
+def delimiter_chance(x: DelimiterWeights) -> Tensor:
+    """delimiter_mass of a head that averages: the share of delimiters among the visible keys."""
+    return x.chance
 
 
 # ---- output ----
