@@ -87,6 +87,7 @@ def examine(
                     entries=entries,
                     generator=torch.Generator().manual_seed(seed + index),
                     token_names=token_names,
+                    with_repeated_tokens=index % (spectra_every or SPECTRA_EVERY) == 0,
                 )
                 if file is not None and stored is None:
                     save_measurements(measured[index], file, run)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import InputError
+from headwise.examination.measure.repeated_tokens import RepeatedTokenScores
 from headwise.examination.measure.spectra import HeadSpectrum
 from headwise.examination.measure.streaming import HeadSums
 from headwise.examination.measure.token_patterns import DelimiterWeights, TokenWeights
@@ -104,7 +105,7 @@ def register_measure(
     return add
 
 
-def evaluate(x: HeadSums | HeadProjection | TokenWeights | DelimiterWeights) -> dict[str, Tensor]:
+def evaluate(x: HeadSums | HeadProjection | TokenWeights | DelimiterWeights | RepeatedTokenScores) -> dict[str, Tensor]:
     """name -> (h,) float64 for every measure of this type."""
     # cloned: a view of one number would keep the whole array it was taken from
     return {name: m.compute(x).double().clone() for name, m in MEASURES.items() if m.of is type(x)}
@@ -323,15 +324,26 @@ def distant_mass(x: HeadSums) -> Tensor:
     return x.offset_mass[:, x.offsets.abs() > x.n / 4].sum(-1)
 
 
-@register_measure(of=HeadSums, unit="share")
+@register_measure(of=HeadSums, label="weight farther than n/4, by chance", unit="share")
 def distant_chance(x: HeadSums) -> Tensor:
-    """distant_mass of a head that averages over all keys, or over all earlier ones if it attends to no later key: 56 %
-    and 40 % of a long text."""
-    i, j = torch.arange(x.m, dtype=torch.float64), x.n / 4
-    before = (i - math.floor(j)).clamp(min=0)  # keys more than n/4 before query i
-    after = (x.n - 1 - i - math.floor(j)).clamp(min=0)
-    looks_ahead = x.offset_mass[:, x.offsets > 0].sum(-1) > 0
-    return torch.where(looks_ahead, ((before + after) / x.n).mean(), (before / (i + 1)).mean())
+    """distant_mass of an average: over all keys, or all earlier ones if no weight is on later keys; 56 % or 40 % of a
+    long text."""
+    i, far = torch.arange(x.m, dtype=torch.float64), math.floor(x.n / 4)
+    before, after = (i - far).clamp(0, x.n), (x.n - 1 - i - far).clamp(min=0)
+    return torch.where(_looks_ahead(x), ((before + after) / x.n).mean(), (before / (i + 1)).mean())
+
+
+@register_measure(of=HeadSums, label="share of the keys that the mask shows", unit="share")
+def visible_share(x: HeadSums) -> Tensor:
+    """mean_i (keys that query i may attend to) / (all keys, or all earlier ones if no weight is on later keys): less
+    than 1 if a mask shows a window."""
+    reach = torch.where(_looks_ahead(x).unsqueeze(-1), x.n, torch.arange(x.m) + 1)
+    return (x.visible.double() / reach).clamp(max=1).mean(-1)
+
+
+def _looks_ahead(x: HeadSums) -> Tensor:
+    """(h,) whether some weight is on keys after the query, or lengths differ, so that there is no before and after."""
+    return (x.offset_mass[:, x.offsets > 0].sum(-1) > 0) | (x.m != x.n)
 
 
 # ---- tokens ----
@@ -348,8 +360,6 @@ for _name, _where, _meaning in (
         label=f"weight on {_meaning}",
         definition=f"mean_i Σ_j P_ij, {_where}: weight of {_words}.",
         unit="share",
-        shown=_name != "previous_of_duplicate",
-        compared=_name == "induction",
     )(lambda x, name=_name: x.mass[name])
     register_measure(
         of=TokenWeights,
@@ -358,6 +368,15 @@ for _name, _where, _meaning in (
         definition=f"{_name}_mass of a head that averages: the share of {_words}, among the visible keys.",
         unit="share",
     )(lambda x, name=_name: x.chance[name])
+    register_measure(
+        of=RepeatedTokenScores,
+        name=f"{_name}_score",
+        label=f"{_name.replace('_', ' ')} score, on repeated random tokens",
+        definition=f"{_name}_mass on random tokens repeated twice, over the second half: 1 for a head that attends to "
+        f"{_meaning}, close to 0 for one that averages; one measurement is one such sequence.",
+        unit="share",
+        shown=_name != "previous_of_duplicate",
+    )(lambda x, name=_name: x.score[name])
 
 
 @register_measure(of=DelimiterWeights, label="weight on delimiters", unit="share", shown=True)

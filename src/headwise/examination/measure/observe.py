@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.repeated_tokens import repeated_token_scores
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
 from headwise.examination.measure.token_patterns import (
@@ -105,8 +106,12 @@ def observe(
     entries: int = limits.CACHE_ENTRIES,
     generator: torch.Generator | None = None,
     token_names: TokenNames | None = None,
+    with_repeated_tokens: bool = False,
 ) -> list[Measurement]:
-    """One forward pass; one Measurement for each sequence in the batch."""
+    """One forward pass; one Measurement for each sequence in the batch.
+
+    with_repeated_tokens  another short pass, whose scores are numbers of the first sequence
+    """
     tokens = BatchTokens(batch, token_names(batch) if token_names is not None else None)
     by_sequence: dict[int, list[_SiteMeasurement]] = {}
     unprojected: list[_SiteMeasurement] = []  # the last call's, until its output projection runs
@@ -152,6 +157,11 @@ def observe(
         run_model(model, batch)
     if not by_sequence:
         raise nothing_seen(model)
+    if with_repeated_tokens:
+        repeated = repeated_token_scores(model, batch)
+        for measured in by_sequence[0]:
+            if measured.site.name in repeated:
+                measured.numbers.update(evaluate(repeated[measured.site.name]))
     digest = batch_hash(batch)
     return [_measurement(b, sites, states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 

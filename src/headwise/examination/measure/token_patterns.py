@@ -6,12 +6,13 @@ With t_i the token at position i, the keys of query i that belong to a pattern a
     induction               j <= i  with t_(j-1) = t_i      what followed the token earlier (Olsson et al. 2022)
     previous of duplicate   j < i-1 with t_(j+1) = t_i      what preceded the token earlier
 
-The mass of a pattern is the mean of sum_j P_ij over the queries that have such a key: the others cannot show whether the
-head follows the pattern, and usually park their attention on a sink.  Its chance level is the same number for a head
-that averages over all visible keys.
+The mass of a pattern is the mean of sum_j P_ij over the queries that have such a key: the others cannot show whether
+the head follows the pattern, and usually rest on a sink.  Its chance level is the same number for a head that averages
+over all visible keys.
 
 All pairs come from places of equal tokens, sum_t count_t^2 of them, a few per cent of n^2 in real text.  For these
-P_ij = exp(S_ij - log_sum_exp_i) is computed, places of one token as one small matrix product, in chunks of bounded size.
+P_ij = exp(S_ij - log_sum_exp_i) is computed, places of one token as one small matrix product, in chunks of bounded
+size.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class BatchTokens:
     """The tokens of a batch, for the attention calls whose keys they are."""
 
     def __init__(self, batch: Any, names: Sequence[Sequence[str]] | None = None) -> None:
-        self.ids = {name: x for name, x in _token_ids(batch).items() if x.dim() == 2}
+        self.ids = {name: x for name, x in token_ids(batch).items() if x.dim() == 2}
         self.names = names
         self._places: dict[tuple[int, ...], TokenPlaces] = {}
 
@@ -107,9 +108,17 @@ class BatchTokens:
 
 
 def token_weights(
-    scores: Scores, log_sum_exp: Tensor, places: TokenPlaces, *, entries: int = limits.CACHE_ENTRIES
+    scores: Scores,
+    log_sum_exp: Tensor,
+    places: TokenPlaces,
+    *,
+    second_half: bool = False,
+    entries: int = limits.CACHE_ENTRIES,
 ) -> TokenWeights:
-    """Weight of every pattern: q (h, n, k), k (h, n, k), log_sum_exp (h, n); at most about `entries` scores at once."""
+    """Weight of every pattern: q (h, n, k), k (h, n, k), log_sum_exp (h, n); at most about `entries` scores at once.
+
+    second_half  mean over the queries of the second half only, among those that have such a key
+    """
     h, _, n = scores.shape
     mass, keys = log_sum_exp.new_zeros(h, 3, n), log_sum_exp.new_zeros(h, 3, n)
     q, k = scores.q.float(), scores.k.float()
@@ -129,6 +138,8 @@ def token_weights(
                 mass[..., i[real]] = p.unflatten(-1, split).sum(-1)[:, real].mT
                 keys[..., i[real]] = allowed.unflatten(-1, split).sum(-1).float().expand(h, *i.shape, 3)[:, real].mT
     visible = scores.mask.counts().clamp(min=1)
+    if second_half:
+        mass, keys, visible = mass[..., n // 2 :], keys[..., n // 2 :], visible[..., n // 2 :]
     has = keys > 0
     queries = has.sum(-1).double()
     means = (mass.double().sum(-1) / queries, (keys / visible.unsqueeze(-2)).double().sum(-1) / queries)
@@ -220,7 +231,7 @@ def _attended_keys(mask: Mask) -> Tensor | None:
     return None if mask.visible is None else mask.visible.any(dim=-2).any(dim=0)
 
 
-def _token_ids(batch: Any) -> dict[str, Tensor]:
+def token_ids(batch: Any) -> dict[str, Tensor]:
     """The token ids of a batch by name; empty for images, features and embeddings."""
     if isinstance(batch, Mapping):
         named = {name: batch.get(name) for name in ("input_ids", "decoder_input_ids")}
