@@ -37,7 +37,7 @@ from headwise.examination.measure.head_kinds import (
 )
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.observe import Measurement
-from headwise.examination.record import Examination, Mode, Record, Statistic
+from headwise.examination.record import Examination, Mode, Record, statistic
 
 
 def summarise(
@@ -114,7 +114,7 @@ def _measures_and_kind(
     for place, t in enumerate(with_spectra):
         texts[t].update({name: x[place] for name, x in some.items()})
     for measure in (name for name in every if name.endswith("_score")):
-        score = _statistic(every[measure]).mean
+        score = statistic(every[measure]).mean
         for x in texts:
             x[measure] = score
     kinds = _kinds(texts, lengths)
@@ -138,7 +138,7 @@ def _measures_and_kind(
         "judged": judged,
         "kind_counts": dict(counts),
         "stability": shares[name] if judged > 1 else math.nan,
-        "measures": {m: _statistic(x) for m, x in both.items() if m not in discrete},
+        "measures": {m: statistic(x) for m, x in both.items() if m not in discrete},
         "modes": {measure: _mode(every[measure]) for measure in every if measure in discrete},
         "by_text": {m: [float(f"{x:.5g}") for x in both[m]] for m in both if MEASURES[m].compared},
     }
@@ -258,15 +258,6 @@ def _mean_spectrum(rows: list[Tensor]) -> Tensor | None:
         return None
     width = min(x.shape[-1] for x in rows)
     return torch.stack([x[:, :width] for x in rows]).mean(0)
-
-
-def _statistic(values: Sequence[float]) -> Statistic:
-    x = [value for value in values if not math.isnan(value)]
-    if not x:
-        return Statistic(math.nan, math.nan, math.nan, math.nan, 0)
-    mean = sum(x) / len(x)
-    std = math.sqrt(sum((value - mean) ** 2 for value in x) / (len(x) - 1)) if len(x) > 1 else math.nan
-    return Statistic(mean, std, min(x), max(x), len(x))
 
 
 def _mode(values: Sequence[float]) -> Mode:

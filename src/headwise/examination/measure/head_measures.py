@@ -43,6 +43,13 @@ class HeadProjection:
     weight: Tensor  # (h, d, width) W_O
 
 
+@dataclass(frozen=True, eq=False)
+class HeadImportance:
+    """Change of the model's answer when a head's output is replaced by its mean over tokens, (h,); see `importance`."""
+
+    change: Tensor
+
+
 @dataclass(frozen=True)
 class Measure:
     """A number of a head: its definition, and where it is used."""
@@ -411,3 +418,10 @@ def contribution(x: HeadProjection) -> Tensor:
     """‖P V W_O‖_F: what the head adds to the residual stream."""
     # <O^T O, W W^T>: two d x d matrices instead of one as long as the text
     return (x.output_gram * (x.weight @ x.weight.mT)).sum((-2, -1)).clamp(min=0).sqrt()
+
+
+@register_measure(of=HeadImportance, unit="nats, or share", shown=True, compared=True)
+def importance(x: HeadImportance) -> Tensor:
+    """mean_i KL(p_i ‖ p′_i), or mean_i ‖a_i − a′_i‖ / ‖a_i‖ without logits: change of the model's answer if the head's
+    output is replaced by its mean over tokens; only with `--importance`."""
+    return x.change
