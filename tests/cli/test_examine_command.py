@@ -88,8 +88,8 @@ def limited(passes: int) -> tuple[torch.nn.Module, list]:
     return model, batches
 
 
-def three_passes() -> tuple[torch.nn.Module, list]:
-    return limited(3)  # the excerpt and two of three batches
+def four_passes() -> tuple[torch.nn.Module, list]:
+    return limited(4)  # the excerpt, the repeated tokens and two of three batches
 
 
 def two_passes() -> tuple[torch.nn.Module, list]:
@@ -97,7 +97,7 @@ def two_passes() -> tuple[torch.nn.Module, list]:
 
 
 def test_an_interrupted_run_is_resumed_and_never_mixed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    out, specs = tmp_path / "out", [SPEC.replace("factory", name) for name in ("three_passes", "two_passes")]
+    out, specs = tmp_path / "out", [SPEC.replace("factory", name) for name in ("four_passes", "two_passes")]
     assert main(["examine", specs[0], "-o", str(out)]) == 130
     assert not (out / "report.html").exists()
     assert len(list((out / ".unfinished").glob("batch-*.pt"))) == 2
