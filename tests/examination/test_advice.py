@@ -69,7 +69,7 @@ def test_the_saving_is_the_share_of_multiply_adds() -> None:
 
 def test_commands_are_for_models_named_on_the_command_line() -> None:
     change = {"mass_within_16": 0.95}
-    assert planned(change).advice[0]["command"] == ""
+    assert planned(change).advice[0]["command"] is None
     assert planned(change, command="headwise examine --texts 4").advice[0]["command"] == "headwise plan --length 512"
 
 

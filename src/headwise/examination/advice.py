@@ -222,7 +222,7 @@ def _nothing(x: Examination) -> Advice:
 # ---- words ----
 
 
-def _piece(topic: str, text: str, records: Iterable[Record], command: str = "") -> Advice:
+def _piece(topic: str, text: str, records: Iterable[Record], command: str | None = None) -> Advice:
     return {"topic": topic, "text": text, "heads": [[r.site, r.head] for r in records], "command": command}
 
 
@@ -270,10 +270,10 @@ def _length(x: Examination) -> str:
     return f"{high} positions" if low == high else f"{low} to {high} positions"
 
 
-def _command(x: Examination, verb: str, *options: str) -> str:
-    """`headwise VERB MODEL …` for the model that was examined from the command line; empty in Python."""
+def _command(x: Examination, verb: str, *options: str) -> str | None:
+    """`headwise VERB MODEL …` for the model that was examined from the command line; None in Python."""
     words = shlex.split(x.provenance.get("command", ""))
     if words[:2] != ["headwise", "examine"]:
-        return ""
+        return None
     model = [word for word in words[2:3] if not word.startswith("-")]
     return shlex.join(["headwise", verb, *model, *options])
