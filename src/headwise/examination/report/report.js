@@ -21,9 +21,9 @@ const meanOf = (n) => n === 1 ? "of one text" : `mean of ${n} texts`;
 const tokens = ({ shortest, longest }) => shortest === longest ? `${longest} tokens` : `${shortest} to ${longest} tokens`;
 
 // a letter says the same as the colour
-const LETTERS = { "low rank": "R", "duplicate token": "T", delimiter: ";", retrieval: "F" };
+const LETTERS = { "low rank": "R" };
 const KINDS = Object.fromEntries(Object.entries(data.kinds).map(([kind, { colour, meaning }]) =>
-  [kind, { letter: LETTERS[kind] || kind[0].toUpperCase(), colour, ink: ["dense", "duplicate token", "delimiter", "retrieval"].includes(kind) ? "#fff" : "#000", meaning }]));
+  [kind, { letter: LETTERS[kind] || kind[0].toUpperCase(), colour, ink: kind === "dense" ? "#fff" : "#000", meaning }]));
 // cividis, sampled: even in lightness for colour-blind readers and in print
 const RAMP = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
 const mix = (a, b, t) => Math.round(a + (b - a) * t);
