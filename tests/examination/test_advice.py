@@ -146,7 +146,18 @@ def test_a_planted_idle_head_is_found_by_its_importance() -> None:
     assert by_contribution["heads"] == [[1, 1]]
     piece = next(x for x in with_importance(examined, model, [batch]).advice if x["topic"] == "idle heads")
     assert piece["heads"] == [[1, 1]]
-    assert "changes by at most 0.00% on each of 1 texts (layer 1 head 1)" in piece["text"]
+    assert "changes by at most 0.00% on one text (layer 1 head 1)" in piece["text"]
+
+
+def test_an_idle_induction_head_is_kept() -> None:
+    """It does nothing on texts without repetitions, which says nothing of others."""
+    found = planned({"importance": 0.001}, {"importance": 0.002}, {"importance": 0.1}, {"importance": 0.1})
+    (piece,) = found.advice
+    assert piece["heads"] == [[0, 0], [0, 1]]
+    records = [replace(r, kind="induction") if r.head == 0 else r for r in found.records]
+    (piece,) = with_advice(replace(found, records=records)).advice
+    assert piece["heads"] == [[0, 1]]
+    assert "Not counted: layer 0 head 0, that follows repeated tokens" in piece["text"]
 
 
 def test_planted_heads_get_the_operator_that_fits() -> None:
