@@ -43,9 +43,9 @@ def test_nothing_stands_out() -> None:
     ("change", "words"),
     [
         ({"best_offset_mass": 0.95}, "1 by one offset"),
-        ({"mass_within_16": 0.95}, "1 by a window of 33"),
-        ({"mass_within_16": 0.5, "first_mass": 0.49}, "1 by a window of 33 and the first key"),
-        ({"mass_within_64": 0.95}, "1 by a window of 129"),
+        ({"mass_within_16": 0.95}, "1 by a window of ±16"),
+        ({"mass_within_16": 0.5, "first_mass": 0.49}, "1 by a window of ±16 and the first key"),
+        ({"mass_within_64": 0.95}, "1 by a window of ±64"),
         ({"entropy_share": 0.995}, "1 by an average"),
         ({"toeplitz_error": 0.1}, "1 by a profile over offsets"),
         ({"output_error_64": 0.02}, "1 by rank 64"),
@@ -163,7 +163,7 @@ def test_an_idle_induction_head_is_kept() -> None:
 def test_planted_heads_get_the_operator_that_fits() -> None:
     batches = [{"input_ids": planted_heads.text(256)}]
     cases = [(planted_heads.previous, "one offset"), (planted_heads.uniform, "an average")]
-    for planted, operator in [*cases, (planted_heads.local, "a window of 33")]:
+    for planted, operator in [*cases, (planted_heads.local, "a window of ±16")]:
         (piece,) = examine(planted_heads.Planted(planted), batches).advice
         assert f"1 of 1 head look replaceable by cheaper operators: 1 by {operator}." in piece["text"]
     (piece,) = examine(planted_heads.Planted(planted_heads.dense), batches).advice

@@ -123,8 +123,8 @@ def _unimportant(x: Examination, measured: Sequence[Record]) -> Advice | None:
     where = f"one {noun[:-1]}" if texts == 1 else f"each of {texts} {noun}"
     text = (
         f"{_count(len(idle), 'head')} can each be replaced by a constant: with the mean of its output over tokens the "
-        f"{answer} changes by at most {change} on {where} ({_named(x, idle)}). One at a time: removed together they may "
-        f"change more.{kept}"
+        f"{answer} changes by at most {change} on {where} ({_named(x, idle)}). One at a time: removed together they "
+        f"may change more.{kept}"
     )
     return _piece("idle heads", text, idle)
 
@@ -164,10 +164,10 @@ def _operator(record: Record, site: Mapping[str, Any]) -> tuple[str, float] | No
         if 2 * keys > n:
             break
         if inside >= WINDOW_MASS:
-            return f"a window of {keys}", keys / n
+            return f"a window of ±{width}", keys / n
         # the first queries have the first key in their window already
         if inside + _mean(record, "first_mass") - (width + 1) / n >= WINDOW_MASS:
-            return f"a window of {keys} and the first key", (keys + 1) / n
+            return f"a window of ±{width} and the first key", (keys + 1) / n
     if _mean(record, "toeplitz_error") <= TOEPLITZ_ERROR:
         return "a profile over offsets", math.log2(n) / n
     rank = low_rank(n)

@@ -139,7 +139,8 @@ class BatchTokens:
         """Which tokens of sequence b are delimiters; None if their names, those of input_ids, are not known."""
         if self.names is None or len(self.names[b]) != ids.shape[1]:
             return None
-        return delimiter_tokens(self.names[b]) if torch.equal(ids, self.ids["input_ids"]) else None
+        same = torch.equal(ids, self.ids["input_ids"])
+        return delimiter_tokens(self.names[b]).to(ids.device) if same else None
 
 
 def token_weights(
