@@ -41,6 +41,9 @@ COLLAPSED = 0.2
 OFFSET_MASS, WINDOW_MASS, TOEPLITZ_ERROR, UNIFORM_ENTROPY, LOW_RANK_ERROR = 0.9, 0.9, 0.2, 0.99, 0.05
 """Evidence for a cheap operator: stricter than for a kind, which says what a head mostly does."""
 
+SAVING = 0.02
+"""Share of the multiply-adds of attention below which cheap operators are not worth a sentence."""
+
 Advice = dict[str, Any]
 
 
@@ -136,11 +139,11 @@ def _cheap(x: Examination) -> Advice | None:
         operator = _operator(record, x.sites[record.site])
         if operator is not None:
             operators[i] = operator
-    if not operators:
+    saved = sum(1 - cost for _, cost in operators.values()) / len(x.records)
+    if saved < SAVING:
         return None
     counts = Counter(name for name, _ in operators.values())
     each = ", ".join(f"{count} by {name}" for name, count in counts.most_common())
-    saved = sum(1 - cost for _, cost in operators.values()) / len(x.records)
     records = [x.records[i] for i in operators]
     text = (
         f"{len(records)} of {_count(len(x.records), 'head')} look replaceable by cheaper operators: {each}. If all "
