@@ -74,7 +74,7 @@ struct Workspace {
 void finish_scores(const Problem& p, int64_t head, int64_t i, int64_t reach, int64_t columns, int64_t padded, float* s) {
   if (p.bias.data != nullptr) {
     const float* bias = p.bias.data + head * p.bias.head + i * p.bias.row;
-    for (int64_t j = 0; j < columns; j++) s[j] += bias[j * p.bias.column];
+    for (int64_t j = 0; j < columns; j++) s[j] = std::max(s[j] + bias[j * p.bias.column], HIDDEN);
   }
   if (p.visible.data != nullptr) {
     const bool* visible = p.visible.data + head * p.visible.head + i * p.visible.row;
@@ -241,6 +241,13 @@ void all_heads(
   });
 }
 
+bool ascending_below(const at::Tensor& x, int64_t m) {
+  const int64_t* p = x.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < x.numel(); i++)
+    if (p[i] < 0 || p[i] >= m || (i > 0 && p[i] <= p[i - 1])) return false;
+  return true;
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> run(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale, std::optional<int64_t> ahead,
     const std::optional<at::Tensor>& visible, const std::optional<at::Tensor>& attn_bias, const at::Tensor& sampled) {
@@ -261,8 +268,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> run(
   TORCH_CHECK(!visible.has_value() || visible->dtype() == at::kBool, "head_statistics: visible must be boolean");
   TORCH_CHECK(!attn_bias.has_value() || attn_bias->dtype() == at::kFloat, "head_statistics: attn_bias must be float32");
   TORCH_CHECK(
-      sampled.dtype() == at::kLong && sampled.dim() == 1 && sampled.is_contiguous(),
-      "head_statistics: sampled must be contiguous, of int64, in ascending order");
+      sampled.dtype() == at::kLong && sampled.dim() == 1 && sampled.is_contiguous() && ascending_below(sampled, m),
+      "head_statistics: sampled must be different rows, int64, in ascending order");
   const int64_t padded = round_up(n, PANEL);
   // rows of a block: enough to use a panel of keys often, and a block of E within the second cache where that is possible
   const int64_t rows = STRIP * std::clamp<int64_t>((1 << 15) / (STRIP * padded), 4, 8);
