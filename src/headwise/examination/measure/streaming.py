@@ -81,6 +81,11 @@ class HeadSums:
         lengths = torch.minimum(self.offsets + self.m, self.n - self.offsets)
         return self.diagonals.square() / lengths.clamp(max=float(min(self.m, self.n)))
 
+    @cached_property
+    def sorted_entropy(self) -> Tensor:
+        """(h, m) H_i in ascending order, for quantiles."""
+        return self.entropy.sort(-1).values
+
     def mass_at(self, offset: int) -> Tensor:
         """(h,) mean weight at one offset; zero if no pair of tokens is that far apart."""
         index = self.m - 1 + offset

@@ -58,11 +58,11 @@ def _register() -> None:
         sampled: Tensor,
     ) -> tuple[Tensor, ...]:
         (h, m, _), n, d = q.shape, k.shape[1], v.shape[2]
-        single = {"dtype": torch.float32}
+        single, double = torch.float32, torch.float64
         return (
-            q.new_empty(h, m, d, **single),
-            q.new_empty(5, h, m, **single),
-            q.new_empty(h, n, dtype=torch.float64),
-            q.new_empty(h, m + n - 1, dtype=torch.float64),
-            q.new_empty(h, sampled.shape[0], n, **single),
+            q.new_empty((h, m, d), dtype=single),
+            q.new_empty((5, h, m), dtype=single),
+            q.new_empty((h, n), dtype=double),
+            q.new_empty((h, m + n - 1), dtype=double),
+            q.new_empty((h, sampled.shape[0], n), dtype=single),
         )
