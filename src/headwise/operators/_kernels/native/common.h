@@ -54,19 +54,22 @@ inline Vec exp_nonpositive(Vec t) {
 }
 
 // Memory of one thread, aligned to vectors and not initialised.
-class Buffer {
+template <typename T>
+class Array {
  public:
-  explicit Buffer(int64_t count)
-      : data_(static_cast<float*>(::operator new(sizeof(float) * std::max<int64_t>(count, 1), kAlign))) {}
-  ~Buffer() { ::operator delete(data_, kAlign); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  float* get() { return data_; }
+  explicit Array(int64_t count)
+      : data_(static_cast<T*>(::operator new(sizeof(T) * std::max<int64_t>(count, 1), kAlign))) {}
+  ~Array() { ::operator delete(data_, kAlign); }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  T* get() { return data_; }
 
  private:
   static constexpr std::align_val_t kAlign{64};
-  float* data_;
+  T* data_;
 };
+
+using Buffer = Array<float>;
 
 inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
