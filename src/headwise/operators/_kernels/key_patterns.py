@@ -1,17 +1,18 @@
-"""softmax(s q k^T) v where the pattern of a head says which keys a query attends to; heads may differ, and are one call.
+"""softmax(s q k^T) v over the keys that the pattern of a head shows to its queries; heads that differ are one call.
 
-    KeyPattern()                                            all keys
-    KeyPattern(32, 32, leading=1)                           32 keys before and after the query, and the first key
-    KeyPattern(0, 0, block=64, every=64, last=1)            the query's own block of 64, and the last key of every other one
-    KeyPattern(64, 64, stride=64)                           64 keys before and after, and every 64th
-    KeyPattern(32, 32, block=32, slots=4)                   its block, those beside it, and 4 keys and values of the block
+    KeyPattern()                                   all keys
+    KeyPattern(32, 32, leading=1)                  32 keys before and after the query, and the first key
+    KeyPattern(0, 0, block=64, every=64, last=1)   the query's own block of 64, and the last key of every other one
+    KeyPattern(64, 64, stride=64)                  64 keys before and after, and every 64th
+    KeyPattern(32, 32, block=32, features=4)       its block and those beside it, the other keys through four features
 
-The compiled kernel computes all of them, and their gradients.  Second derivatives go through `plain`, the same function
+The compiled kernels compute all of them, and their gradients.  Second derivatives go through `plain`, the same function
 in torch's operations, which the caller has for machines without a compiler.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -22,12 +23,13 @@ from torch import Tensor
 from headwise.operators._kernels import autograd_functions, native
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""What the kernels accept; halves are computed in single precision."""
 
 UNBOUNDED = 1 << 40
 """More keys than any sequence has."""
 
-Slots = tuple[Tensor, Tensor, Tensor]
-"""Keys (b, h, r, k), biases (b, h, blocks, r) and values (b, h, blocks, r, d) beside those of the sequence."""
+Features = tuple[Tensor, Tensor, Tensor]
+"""a, b (b, h, r, k) and c (b, h, r) of `near_far`; of heads with fewer than r features the first ones count."""
 
 
 class KeyPattern(NamedTuple):
@@ -37,7 +39,7 @@ class KeyPattern(NamedTuple):
     leading       the first keys, for all queries; as queries they attend to all keys; blocks begin after them
     every, last   the last `last` keys of every whole block of `every` keys but the query's own
     stride        all keys at a multiple of `stride` from p
-    slots         the number of keys and values of the query's block that are given beside those of the sequence
+    features      keys that are neither leading nor in the own block and those beside it: through that many features
     """
 
     left: int = UNBOUNDED
@@ -47,12 +49,19 @@ class KeyPattern(NamedTuple):
     every: int = 0
     last: int = 0
     stride: int = 0
-    slots: int = 0
+    features: int = 0
 
 
 def usable(*tensors: Tensor | None) -> bool:
     """Whether `attend` may be called with these tensors now."""
     return native.usable(*tensors, dtypes=DTYPES)
+
+
+def two_batch_axes(x: Tensor, batch: Sequence[int], *, trailing: int = 2) -> Tensor:
+    """x broadcast to the axes `batch`, as (b, h, and its `trailing` axes); a view unless there are more than two."""
+    b, h = math.prod(batch[:-1]), batch[-1] if batch else 1
+    own = x.shape[x.dim() - trailing :]
+    return x.expand(*batch, *own).reshape(b, h, *own)
 
 
 def attend(
@@ -64,16 +73,16 @@ def attend(
     scale: float,
     causal: bool = False,
     key_mask: Tensor | None = None,
-    slots: Slots | None = None,
+    features: Features | None = None,
     plain: Callable[..., Tensor],
 ) -> Tensor:
-    """P v (b, h, m, d), laid out (b, m, h, d), for q (b, h, m, k), k (b, g, n, k) and v (b, g, n, d), g heads shared by h.
+    """P v (b, h, m, d), laid out (b, m, h, d), for q (b, h, m, k), k (b, g, n, k) and v (b, g, n, d), g dividing h.
 
     key_mask  boolean (b, h, n), True = attend; what masked keys hold is never read
-    plain     (q, k, v, *slots, key_mask) -> the same, differentiable any number of times
+    plain     (q, k, v, *features, key_mask) -> the same, differentiable any number of times
     """
-    call = PatternAttention(tuple(patterns), scale, causal, slots is not None, plain)
-    tensors = (q, k, v, *(slots or ()), *(() if key_mask is None else (key_mask,)))
+    call = PatternAttention(tuple(patterns), scale, causal, features is not None, plain)
+    tensors = (q, k, v, *(features or ()), *(() if key_mask is None else (key_mask,)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return autograd_functions.run(call, *tensors)
     return call.forward(*tensors)[0]
@@ -100,33 +109,57 @@ def adjoint(
 @final
 @dataclass(frozen=True, eq=False)
 class PatternAttention:
-    """A kernel of `autograd_functions`: tensors are q, k, v, three of slots if there are any, and the mask if there is."""
+    """A kernel of `autograd_functions`: tensors are q, k, v, with features a, b, c, and the mask if there is one.
+
+    What is far from a block is one more key a_t with the score bias c_t + mass_t and the value mean_t for each feature.
+    """
 
     patterns: tuple[KeyPattern, ...]
     scale: float
     causal: bool
-    slots: bool
+    features: bool
     plain: Callable[..., Tensor]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return torch.ops.headwise.sparse_attention(*self._inputs(tensors), *self._numbers)
+        """P v, the maximum and the sum of every row, and with features their biases and means."""
+        (q, k, v), features, key_mask = self._split(tensors)
+        if features is None:
+            return torch.ops.headwise.sparse_attention(q, k, v, key_mask, None, None, None, *self._numbers)
+        a, b, c = features
+        masses, means = torch.ops.headwise.far_sums(k, v, b, key_mask, *self._far_numbers)
+        bias = masses + c.unsqueeze(-2)
+        return *torch.ops.headwise.sparse_attention(q, k, v, key_mask, a, bias, means, *self._numbers), bias, means
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        *inputs, out, top, total = tensors
-        gradients = torch.ops.headwise.sparse_attention_backward(
-            pull, *self._inputs(inputs), out, top, total, *self._numbers
+        inputs, kept = tensors[: -(5 if self.features else 3)], tensors[-(5 if self.features else 3) :]
+        (q, k, v), features, key_mask = self._split(inputs)
+        backward = torch.ops.headwise.sparse_attention_backward
+        out, top, total, *sums = kept
+        if features is None:
+            return backward(pull, q, k, v, key_mask, None, None, None, out, top, total, *self._numbers)[:3]
+        a, b, c = features
+        bias, means = sums
+        dq, dk, dv, da, dbias, dmeans = backward(
+            pull, q, k, v, key_mask, a, bias, means, out, top, total, *self._numbers
         )
-        return gradients if self.slots else gradients[:3]
+        far_k, far_v, db = torch.ops.headwise.far_sums_backward(
+            dbias, dmeans, k, v, b, key_mask, bias - c.unsqueeze(-2), means, *self._far_numbers
+        )
+        return dq, dk + far_k, dv + far_v, da, db, dbias.sum(-2).to(c.dtype)
 
     @property
     def _numbers(self) -> tuple[list[int], float, bool]:
         return [x for pattern in self.patterns for x in pattern], self.scale, self.causal
 
-    def _inputs(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """q, k, v, key_mask, slot_keys, slot_bias, slot_values"""
-        floating = 6 if self.slots else 3
+    @property
+    def _far_numbers(self) -> tuple[list[int], float, bool]:
+        patterns = (pattern if pattern.features else KeyPattern() for pattern in self.patterns)
+        return [x for pattern in patterns for x in pattern], self.scale, self.causal
+
+    def _split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor] | None, Tensor | None]:
+        floating = 6 if self.features else 3
         key_mask = tensors[floating] if len(tensors) > floating else None
-        return [*tensors[:3], key_mask, *(tensors[3:6] if self.slots else (None, None, None))]
+        return tensors[:3], tensors[3:6] if self.features else None, key_mask
 
 
 def _not_differentiable(*tensors: Tensor) -> Tensor:
@@ -161,8 +194,8 @@ def _register() -> None:
         if slot_keys is None or slot_bias is None or slot_values is None:
             slots = (q.new_empty(b, h, 0, width), q.new_empty(b, h, 0, 0), q.new_empty(b, h, 0, 0, v.shape[-1]))
         else:
-            slots = tuple(q.new_empty(x.shape) for x in (slot_keys, slot_bias, slot_values))
-        return dq, q.new_empty(k.shape), q.new_empty(v.shape), *slots
+            slots = tuple(x.new_empty(x.shape) for x in (slot_keys, slot_bias, slot_values))
+        return dq, k.new_empty(k.shape), v.new_empty(v.shape), *slots
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, patterns, ctx.scale, ctx.causal = inputs
@@ -181,3 +214,29 @@ def _register() -> None:
         return *gradients[:3], None, *slots, None, None, None
 
     torch.library.register_autograd("headwise::sparse_attention", backward, setup_context=keep)
+
+    @torch.library.register_fake("headwise::far_sums")
+    def _(k: Tensor, v: Tensor, features: Tensor, key_mask: Tensor | None, patterns: list[int], *others: Any) -> Any:
+        b, h, r, _ = features.shape
+        n, fields = k.shape[-2], len(KeyPattern._fields)
+        heads = [KeyPattern(*patterns[i : i + fields]) for i in range(0, len(patterns), fields)]
+        blocks = max((-(-(n - head.leading) // head.block) for head in heads if head.features), default=0)
+        like = features.to(torch.promote_types(features.dtype, torch.float32))
+        return like.new_empty(b, h, blocks, r), like.new_empty(b, h, blocks, r, v.shape[-1])
+
+    @torch.library.register_fake("headwise::far_sums_backward")
+    def _(dmasses: Tensor, dmeans: Tensor, k: Tensor, v: Tensor, features: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in (k, v, features))
+
+    def keep_far(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, patterns, ctx.scale, ctx.causal = inputs
+        ctx.patterns = list(patterns)
+        ctx.save_for_backward(*tensors, *output)
+
+    def far_backward(ctx: Any, dmasses: Tensor, dmeans: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = torch.ops.headwise.far_sums_backward(
+            dmasses, dmeans, *ctx.saved_tensors, ctx.patterns, ctx.scale, ctx.causal
+        )
+        return *gradients, None, None, None, None
+
+    torch.library.register_autograd("headwise::far_sums", far_backward, setup_context=keep_far)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.operators._kernels import autograd_functions, key_patterns, limits
-from headwise.operators._kernels.key_patterns import KeyPattern
+from headwise.operators._kernels.key_patterns import KeyPattern, two_batch_axes
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.base import AttentionOperator
@@ -67,7 +67,7 @@ class Piece:
 class Union:
     """P = softmax of scale q k^T over the union of the pieces; `key_mask` (*batch, n), True = attend.
 
-    `make_pieces` is called where pieces are needed, which the compiled kernel, given the same keys as `pattern`, is not.
+    `make_pieces` is called where pieces are needed; the compiled kernel is given the same keys as `pattern`.
     """
 
     q: Tensor
@@ -99,10 +99,8 @@ class Union:
 
     def apply(self, v: Tensor) -> Tensor:
         if self.pattern is not None and self._kernel_usable(v):
-            q, k, values, key_mask, batch = self._four_axes(v)
-            mask = {"scale": self.scale, "causal": self.causal, "key_mask": key_mask}
-            out = key_patterns.attend(q, k, values, [self.pattern] * q.shape[1], **mask, plain=self._plain)
-            return out.reshape(*batch, *out.shape[-2:])
+            tensors, options, batch = self._for_kernel(v)
+            return key_patterns.attend(*tensors, **options, plain=self._plain).reshape(*batch, self.shape[-2], -1)
         if v.shape[-1] > limits.MAX_COLUMNS:
             return torch.cat([self.apply(part) for part in v.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
         q, k, values, batch = self._prepared(
@@ -115,10 +113,8 @@ class Union:
     def adjoint(self, u: Tensor) -> Tensor:
         needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, u))
         if self.pattern is not None and not needs_gradient and self._kernel_usable(u):
-            q, k, rows, key_mask, batch = self._four_axes(u)
-            mask = {"scale": self.scale, "causal": self.causal, "key_mask": key_mask}
-            out = key_patterns.adjoint(q, k, rows, [self.pattern] * q.shape[1], **mask)
-            return out.reshape(*batch, *out.shape[-2:])
+            tensors, options, batch = self._for_kernel(u)
+            return key_patterns.adjoint(*tensors, **options).reshape(*batch, self.shape[-1], -1)
         if u.shape[-1] > limits.MAX_COLUMNS:
             return torch.cat([self.adjoint(part) for part in u.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
         q, k, rows, batch = self._prepared(u)
@@ -159,14 +155,13 @@ class Union:
     def _kernel_usable(self, x: Tensor) -> bool:
         return x.dtype == self.q.dtype and key_patterns.usable(self.q, self.k, x)
 
-    def _four_axes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size]:
-        """q, k, x and key_mask (b, h, n) with two batch axes, as views where they have no more, and the batch axes."""
+    def _for_kernel(self, x: Tensor) -> tuple[list[Tensor], dict[str, Any], torch.Size]:
+        """q, k and x with two batch axes, the other arguments of the kernel, and the batch axes of the result."""
         batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
-        two = (1,) * (2 - len(batch)) + tuple(batch)
-        two = (math.prod(two[:-1]), two[-1])
-        q, k, x = (y.expand(*batch, *y.shape[-2:]).reshape(*two, *y.shape[-2:]) for y in (self.q, self.k, x))
-        mask = self.key_mask
-        return q, k, x, mask if mask is None else mask.expand(*batch, mask.shape[-1]).reshape(*two, -1), batch
+        tensors = [two_batch_axes(y, batch) for y in (self.q, self.k, x)]
+        mask = None if self.key_mask is None else two_batch_axes(self.key_mask, batch, trailing=1)
+        patterns = [self.pattern] * tensors[0].shape[1]
+        return tensors, {"patterns": patterns, "scale": self.scale, "causal": self.causal, "key_mask": mask}, batch
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """What the kernel computes, from matrix products."""

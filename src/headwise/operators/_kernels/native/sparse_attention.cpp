@@ -249,7 +249,7 @@ Results run_backward(
       whole(dsb), whole(dsv).narrow(-1, 0, s.values)};
 }
 
-// Gradients in the dtype of the inputs; those of slots are empty without slots.
+// Gradients in the dtypes of the inputs; those of slots are empty without slots.
 Results backward(
     const at::Tensor& pull, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Optional key_mask,
     Optional slot_keys, Optional slot_bias, Optional slot_values, const at::Tensor& out, const at::Tensor& top,
@@ -266,8 +266,9 @@ Results backward(
   auto [dq, dk, dv, dsk, dsb, dsv] = type == at::kDouble
       ? run_backward<double>(a, inputs_of<double>(a, patterns, scale), rows, results, tops, totals)
       : run_backward<float>(a, inputs_of<float>(a, patterns, scale), rows, results, tops, totals);
-  const at::ScalarType given = q.scalar_type(), slots = slot_keys ? slot_keys->scalar_type() : given;
-  return {dq.to(given), dk.to(given), dv.to(v.scalar_type()), dsk.to(slots), dsb.to(slots), dsv.to(slots)};
+  const auto like = [](const at::Tensor& x, Optional given) { return given ? x.to(given->scalar_type()) : x; };
+  return {
+      like(dq, q), like(dk, k), like(dv, v), like(dsk, slot_keys), like(dsb, slot_bias), like(dsv, slot_values)};
 }
 
 TORCH_LIBRARY_FRAGMENT(headwise, library) {
