@@ -86,11 +86,6 @@ class NearFar(AttentionOperator):
         batch = torch.broadcast_shapes(out.shape[:-2], head.shape[:-2])
         return torch.cat([y.expand(*batch, *y.shape[-2:]) for y in (head, out)], dim=-2).to(v.dtype)
 
-    @property
-    def pattern(self) -> KeyPattern:
-        right = 0 if self.causal else self.block
-        return KeyPattern(self.block, right, self.leading, self.block, features=self.a.shape[-2])
-
     def _by_kernel(self, v: Tensor) -> Tensor:
         batch, key_mask = torch.broadcast_shapes(self.shape[:-2], v.shape[:-2]), self.qk.key_mask
         q, k, values, a, b = (two_batch_axes(x, batch) for x in (self.qk.q, self.qk.k, v, self.a, self.b))
@@ -98,7 +93,7 @@ class NearFar(AttentionOperator):
             q,
             k,
             values,
-            [self.pattern] * q.shape[1],
+            [near_far_pattern(self.block, self.leading, self.a.shape[-2], self.causal)] * q.shape[1],
             scale=self.qk.scale,
             causal=self.causal,
             key_mask=None if key_mask is None else two_batch_axes(key_mask, batch, trailing=1),
@@ -305,6 +300,11 @@ def _merged(near: Tensor, lse: Tensor, scores: Tensor, v: Tensor) -> Tensor:
     own, others = (lse - top).exp(), (scores - top).exp()
     total = own + others.sum(-1, keepdim=True)
     return (near * own + others @ v) / total.masked_fill(total == 0, 1)
+
+
+def near_far_pattern(block: int, leading: int, rank: int, causal: bool) -> KeyPattern:
+    """Its own block and those beside it (causal: before it), the leading keys, and `rank` features for the others."""
+    return KeyPattern(block, 0 if causal else block, leading, block, features=rank)
 
 
 @supports(CAUSAL, KEY_MASK)
