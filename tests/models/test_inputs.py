@@ -11,8 +11,10 @@ import pytest
 
 from headwise.cli.main import main
 from headwise.errors import InputError
-from headwise.models.inputs import audio_input, image_input, random_tokens, text_input
+from headwise.models.inputs import random_tokens, text_input
 from headwise.models.load import LoadedModel, load_model
+from headwise.models.media.images import image_input
+from headwise.models.media.recordings import audio_input
 from tests.models.tiny_models import ALL
 
 transformers = pytest.importorskip("transformers")
