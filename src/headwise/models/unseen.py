@@ -26,7 +26,7 @@ from headwise.models.run import Batch, as_it_was, run_model
 
 FUSED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_native_multi_head_attention")
 SOFTMAX = ("_softmax", "_safe_softmax")
-PRODUCTS = ("bmm", "mm", "matmul", "baddbmm", "addmm")
+PRODUCTS = ("bmm", "baddbmm")
 PROJECTIONS = re.compile(r"(^|_)(w?(q|k|v|kv|qk|qkv)|quer(y|ies)|keys?|values?)(_|$)|in_proj|c_attn")
 """Names of the projections of an attention layer, in lower case."""
 
@@ -112,11 +112,14 @@ class _Watch(TorchDispatchMode):
             if x.dim() >= 3 and axis in (-1, x.dim() - 1):
                 self._weights[out] = module
         else:
-            owner = next((self._weights[x] for x in args if isinstance(x, Tensor) and x in self._weights), None)
-            if owner is not None and function in PRODUCTS:
-                self.attends[owner] = None
-            elif owner is not None and isinstance(out, Tensor) and out.dim() > 1:
-                self._weights[out] = owner  # a view, a cast, dropout
+            weights = next((x for x in args if isinstance(x, Tensor) and x in self._weights), None)
+            if weights is None:
+                return
+            if function in PRODUCTS:
+                if min(weights.shape[-2:]) > 1:  # a single row mixes experts, not tokens
+                    self.attends[self._weights[weights]] = None
+            elif isinstance(out, Tensor) and out.numel() == weights.numel():  # a view, a cast, dropout
+                self._weights[out] = self._weights[weights]
 
 
 def _tensor_again(x: Any, argument: Any) -> Any:
