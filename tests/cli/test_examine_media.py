@@ -133,8 +133,9 @@ def test_windows_belong_to_their_image(tmp_path: Path) -> None:
             entropies.append(torch.special.entr(blocks).sum(-1).mean((0, 2)))
             tops.append(torch.linalg.svdvals(blocks)[..., 0].mean(0))
         torch.testing.assert_close(found[image].numbers["entropy"], torch.cat(entropies), rtol=1e-4, atol=1e-5)
-        assert found[image].leading is not None
-        torch.testing.assert_close(found[image].leading[:, 0].double(), torch.cat(tops), rtol=1e-4, atol=1e-5)
+        leading = found[image].leading
+        assert leading is not None
+        torch.testing.assert_close(leading[:, 0].double(), torch.cat(tops), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(
             found[image].numbers["entropy"], alone[image].numbers["entropy"], rtol=1e-4, atol=1e-5
         )

@@ -7,6 +7,7 @@ A command calls `add_model`, `add_inputs`, `add_output` and `add_json` on its pa
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import math
 import re
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from headwise.models.load import LoadedModel
 
 MODEL_HELP = (
-    "a directory or hub name for transformers, a .gguf file, python:module:factory, or minilm, which is "
-    "all-MiniLM-L6-v2 from its package (default: minilm)"
+    "a directory or hub name for transformers, a .gguf file, python:module:factory, or a sample model, which "
+    "`headwise models` lists (default: minilm)"
 )
 
 
@@ -111,7 +112,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """--allow-missing --allow-pickle --trust-remote-code"""
+    """--device --dtype --allow-missing --allow-pickle --trust-remote-code"""
+    parser.add_argument(
+        "--device", type=nonempty, metavar="NAME", help="where the model runs, such as cuda (default: cpu)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16", "float64"),
+        help="precision the model runs in (default: float32; a factory's model as it is)",
+    )
     missing = "go on if weights are missing, with random numbers in their place"
     parser.add_argument("--allow-missing", action="store_true", help=missing)
     parser.add_argument("--allow-pickle", action="store_true", help="load pickled weights, which can run code")
@@ -202,7 +211,12 @@ def load(options: argparse.Namespace, *, with_head: bool = False) -> LoadedModel
             check_extra("models", f"--{option}", package)
     with bar("loading the model", None, quiet=is_quiet(options)):
         loaded = load_model(
-            options.model, with_head=with_head, trust=trust(options), allow_missing=options.allow_missing
+            options.model,
+            with_head=with_head,
+            trust=trust(options),
+            allow_missing=options.allow_missing,
+            device=options.device,
+            dtype=options.dtype,
         )
     given = vars(options)
     if "text" in given and not loaded.is_factory:  # a command that makes inputs
@@ -230,7 +244,13 @@ def make_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     """The batches that `add_inputs`'s options name; a factory's own batches if it returned some."""
     made = _made_inputs(options, loaded)
     _print_notes(made.description.get("notes", ()))
-    return made
+    if options.device is None and options.dtype is None:
+        return made
+    from headwise.models.load import DTYPES
+    from headwise.models.run import placed
+
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    return dataclasses.replace(made, batches=[placed(batch, options.device, dtype) for batch in made.batches])
 
 
 def _made_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:

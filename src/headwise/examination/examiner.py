@@ -19,6 +19,7 @@ from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, versions, weights_hash
+from headwise.models.intercept import uncompiled
 from headwise.models.partial_files import load_partial, log_damaged, save_partial
 from headwise.models.run import Batch, as_it_was, check_batch, first_sequence
 from headwise.models.unseen import unseen_attention
@@ -55,6 +56,7 @@ def examine(
 
     If torch.distributed is initialised, the processes share the batches and each returns the whole result.
     """
+    model = uncompiled(model)
     check_weights(model)
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     measured: dict[int, list[Measurement]] = {}

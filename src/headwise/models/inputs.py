@@ -166,12 +166,11 @@ def max_positions(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     sizes = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
     size = next((size for size in sizes if isinstance(size, int) and size > 0), None)
-    for module in model.modules():
+    for name, module in model.named_modules():
         # RoBERTa counts positions from the one after padding, so that the first ones are never used
-        if isinstance(module, nn.Embedding) and module.num_embeddings == size and module.padding_idx is not None:
-            table = next((name for name, x in model.named_modules() if x is module), "")
-            if "position" in table:
-                return size - module.padding_idx - 1
+        is_table = isinstance(module, nn.Embedding) and module.num_embeddings == size and "position" in name
+        if size is not None and is_table and isinstance(module.padding_idx, int):
+            return size - module.padding_idx - 1
     return size
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from headwise.operators.softmax import Softmax
 
 ATTENTION = frozenset(
     {
-        torch._C._nn.scaled_dot_product_attention,  # this is what torch.nn.functional calls by the same name
+        torch._C._nn.scaled_dot_product_attention,  # pyright: ignore[reportAttributeAccessIssue]  # the one of F
         torch.ops.aten.scaled_dot_product_attention,
         torch.ops.aten.scaled_dot_product_attention.default,
     }
@@ -111,6 +111,19 @@ class AttentionCall:
     @property
     def causal(self) -> bool:
         return self.mask.hides_later_keys()
+
+    def to_measure(self) -> AttentionCall:
+        """The same call on the CPU and in float32 or float64, whatever device and precision the model runs in."""
+        precise = torch.promote_types(self.q.dtype, torch.float32)
+        if self.q.device.type == "cpu" and self.q.dtype == self.k.dtype == self.v.dtype == precise:
+            return self
+        q, k, v = (x.to("cpu", precise) for x in (self.q, self.k, self.v))
+        key_mask, pair_mask, bias = (
+            None if x is None else x.cpu() for x in (self.mask.key_mask, self.mask.pair_mask, self.mask.attn_bias)
+        )
+        bias = None if bias is None else bias.to(precise)
+        mask = replace(self.mask, key_mask=key_mask, pair_mask=pair_mask, attn_bias=bias)
+        return replace(self, q=q, k=k, v=v, mask=mask)
 
 
 Answer = Callable[[str, Callable[..., Tensor], tuple, dict], Tensor]
@@ -218,6 +231,11 @@ class _Interception(TorchFunctionMode):
         name = calls[0].name
         self.uses[name] += 1
         return name if self.uses[name] == 1 else f"{name}@{self.uses[name]}"
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that torch.compile(module) wraps, so that names are those of the module."""
+    return getattr(model, "_orig_mod", model)
 
 
 def running_calls(names: dict[int, str], frame: FrameType | None) -> list[Running]:

@@ -96,7 +96,7 @@ class _SiteMeasurement:
     def add_projection(self, weight: Tensor) -> None:
         """Measures of P V W_O; weight is W_O (h d, width)."""
         h, d, _ = self.output_gram.shape
-        split = weight.detach().float().reshape(h, d, -1)
+        split = weight.detach().cpu().float().reshape(h, d, -1)
         self.numbers.update(evaluate(HeadProjection(self.output_gram, split)))
 
 
@@ -117,6 +117,7 @@ def observe(
     def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
+        is_plain, call = _is_plain(call), call.to_measure()
         for b in range(len(call.q)):
             scores, v = sequence(call, b)
             sums = stream(scores, v, workspace=workspace)
@@ -125,7 +126,7 @@ def observe(
                 measured.add_spectra(scores, sums.output, generator)
             by_sequence.setdefault(b // call.windows, []).append(measured)
             unprojected.append(measured)
-            if _is_plain(call):
+            if is_plain:
                 outputs.append(sums.output)
         if isinstance(call.module, nn.MultiheadAttention):
             _project(unprojected, call.module.out_proj.weight.mT)
@@ -143,7 +144,7 @@ def observe(
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, lambda x: [_layer_measures(one) for one in x], states),
+        hidden_states(blocks, lambda x: [_layer_measures(one.cpu()) for one in x], states),
         _output_projections(model, unprojected),
         intercept(model, see, answer=answer),
     ):
@@ -170,10 +171,10 @@ def _over_windows(measured: list[_SiteMeasurement]) -> list[_SiteMeasurement]:
 
 
 def _is_plain(call: AttentionCall) -> bool:
-    """Float32 with no mask but causality: the measured output is what the model would compute, to rounding."""
+    """Float32 on the CPU with no mask but causality: the measured output is what the model computes, to rounding."""
     mask = call.mask
     unmasked = mask.visible is None and mask.attn_bias is None and (mask.ahead or 0) >= 0
-    return call.q.dtype == torch.float32 == call.v.dtype and unmasked
+    return call.q.device.type == "cpu" and call.q.dtype == torch.float32 == call.v.dtype and unmasked
 
 
 def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
