@@ -34,8 +34,8 @@ RENAMES = (
 )
 """(a part of OpenAI's names, what transformers calls it), in order"""
 
-END, START = 50256, 50257
-"""Tokens of the English models."""
+ENGLISH = 51864
+"""Size of the vocabulary of the English models; the others have one more text token before the special ones."""
 
 
 def load_whisper(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -45,6 +45,7 @@ def load_whisper(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, A
     if not isinstance(stored, dict) or not {"dims", "model_state_dict"} <= stored.keys():
         raise InputError(f"{path} is not a model that OpenAI's whisper saved; it has no dims and model_state_dict")
     sizes = stored["dims"]
+    end = 50256 if sizes["n_vocab"] <= ENGLISH else 50257
     config = transformers.WhisperConfig(
         vocab_size=sizes["n_vocab"],
         num_mel_bins=sizes["n_mels"],
@@ -57,10 +58,10 @@ def load_whisper(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, A
         decoder_ffn_dim=4 * sizes["n_text_state"],
         max_source_positions=sizes["n_audio_ctx"],
         max_target_positions=sizes["n_text_ctx"],
-        pad_token_id=END,
-        bos_token_id=START,
-        eos_token_id=END,
-        decoder_start_token_id=START,
+        pad_token_id=end,
+        bos_token_id=end + 1,
+        eos_token_id=end,
+        decoder_start_token_id=end + 1,
     )
     model = transformers.WhisperModel(config)
     with gate.failures(f"{path} does not fit WhisperModel"):
