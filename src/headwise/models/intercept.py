@@ -329,7 +329,9 @@ def nothing_seen(model: nn.Module) -> InterceptionError:
     names = ", ".join(classes) or "no class with 'attention' in its name"
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     by_hand = "compute it through headwise.models.attention(q, k, v, attn_mask) in its forward"
-    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+    if not classes:
+        advice = f"it seems to have no attention; if it has, {by_hand}"
+    elif any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         advice = "if it runs in another thread, run all of the model in one"
     elif implementation not in (None, "sdpa") and getattr(model, "_supports_sdpa", False):
         advice = f'load it with attn_implementation="sdpa", or, if its attention is written by hand, {by_hand}'

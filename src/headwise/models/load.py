@@ -106,7 +106,7 @@ def checked_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise InputError(
             f"the device {name!r} cannot be used here ({one_line(error)}); leave it out for the CPU"
         ) from error
