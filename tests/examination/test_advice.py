@@ -35,7 +35,7 @@ def topics(found: Examination) -> list[str]:
 def test_nothing_stands_out() -> None:
     found = planned()
     assert topics(found) == ["nothing stands out"]
-    assert "512 positions" in found.advice[0]["text"]
+    assert "512 tokens" in found.advice[0]["text"]
     assert found.advice[0]["heads"] == []
 
 
