@@ -146,3 +146,19 @@ def test_images_are_called_so() -> None:
     images = examination(text(LOW, n=197), text(LOW, n=197), kind="images", words=IMAGE_WORDS)
     assert images.headline[0].startswith("1 head, judged on 2 images of 197 patches: ")
     assert "Nothing stands out on these images of 197 patches" in with_advice(images).advice[0]["text"]
+
+
+def test_a_trait_holds_on_half_of_the_texts() -> None:
+    near = {"distant_mass": 0.1}
+    assert record(text(**SINK, **near), text(**SINK)).traits == ["near"]
+    assert record(text(**SINK, **near), text(**SINK), text(**SINK)).traits == []
+    # a rank is a trait on half of the texts that have a spectrum
+    assert record(text(LOW, **SINK), text(HIGH, **SINK), text(**SINK), text(**SINK)).traits == ["low rank"]
+    assert record(text(**SINK), text(HIGH, **SINK)).traits == []
+
+
+def test_a_score_on_repeated_tokens_counts_on_every_text() -> None:
+    """It was measured beside the first text only."""
+    found = record(text(induction_score=0.8), text(**SINK), text(**SINK))
+    assert (found.kind, found.stability, found.traits) == ("induction", 1, ["sink"])
+    assert found.measures["induction_score"].texts == 1

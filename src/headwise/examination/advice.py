@@ -157,7 +157,7 @@ def _cheap(x: Examination) -> Advice | None:
 def _operator(record: Record, site: Mapping[str, Any]) -> tuple[str, float] | None:
     """(the operator, its multiply-adds relative to exact attention) that the measures of a head suggest."""
     n = max(1, site["longest"])
-    if record.kind in RESTING:
+    if record.kind in RESTING or site["kind"] == "cross":  # offsets between two sequences say nothing
         return None
     if _mean(record, "entropy_share") >= UNIFORM_ENTROPY and _mean(record, "visible_share") >= UNIFORM_ENTROPY:
         return "an average", 1 / n
