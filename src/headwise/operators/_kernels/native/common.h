@@ -69,7 +69,7 @@ class Array {
   T* data_;
 };
 
-using Buffer = Array<float>;
+using Floats = Array<float>;
 
 inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 

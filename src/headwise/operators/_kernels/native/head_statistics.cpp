@@ -56,7 +56,7 @@ struct Results {
 
 // Memory that one thread uses for all of its tasks.
 struct Workspace {
-  Buffer keys, values, queries, scores, output, received, diagonals;
+  Floats keys, values, queries, scores, output, received, diagonals;
 
   explicit Workspace(const Problem& p)
       : keys(p.padded * p.k),

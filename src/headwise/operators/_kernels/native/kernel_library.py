@@ -155,9 +155,9 @@ def switched(mode: str) -> Iterator[None]:
 def usable(*tensors: Tensor | None, dtypes: Container[torch.dtype] = DTYPES) -> bool:
     """Whether a kernel may be called on these tensors now; None stands for an argument that was not given.
 
-    Yes for plain CPU tensors of float32 or bfloat16 (masks may be boolean) outside of every transformation of the
-    program: compiling, exporting, tracing, functorch, forward-mode derivatives and dispatch modes such as fake tensors
-    and operation counters see the torch calls instead.
+    Yes for plain CPU tensors of float32 or bfloat16, or of the dtypes of this kernel, outside of every transformation
+    of the program: compiling, exporting, tracing, functorch, forward-mode derivatives and dispatch modes such as fake
+    tensors and operation counters see the torch calls instead.
     """
     if torch.compiler.is_compiling():
         return False
