@@ -8,8 +8,8 @@
 Each figure is (processor time of a call) / (that of torch's fused exact attention) on one thread, operators built anew
 in every call; the median over rounds in which all calls take turns, and the quartiles.  "kernels" and "torch" are the
 two paths of the same call.  Beside them are the simplest competitors: torch's fused attention with the pattern as a
-mask, and the two-line formula with that mask.  The mixed layer has the kinds that plans for all-MiniLM-L6-v2 choose at a
-drift of .05, in an order that makes no two neighbours alike.
+mask, and the two-line formula with that mask.  The mixed layer has the kinds that plans for all-MiniLM-L6-v2 choose at
+a drift of .05, in an order that makes no two neighbours alike.
 """
 
 from __future__ import annotations
