@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.head_measures import MEASURES, HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
 from headwise.models.fingerprint import batch_hash
@@ -77,10 +77,26 @@ class _SiteMeasurement:
         self.spectral, self.spectra_exact = evaluate_spectra(heads), heads[0].spectrum.exact
         self.leading = torch.stack([head.values[:LEADING] for head in heads])
 
+    def merge(self, others: list[_SiteMeasurement]) -> None:
+        """Become the measurement of a sequence whose windows are this one and `others`."""
+        windows = [self, *others]
+
+        def over(name: str, values: list[Tensor]) -> Tensor:
+            stacked = torch.stack(values)
+            return stacked.mode(0).values if MEASURES[name].discrete else stacked.nanmean(0)
+
+        self.numbers = {name: over(name, [x.numbers[name] for x in windows]) for name in self.numbers}
+        self.spectral = {name: over(name, [x.spectral[name] for x in windows]) for name in self.spectral}
+        self.profile, self.leading = (
+            torch.stack([getattr(x, name) for x in windows]).mean(0) for name in ("profile", "leading")
+        )
+        self.sampled_rows = torch.cat([x.sampled_rows for x in windows], dim=1)
+        self.spectra_exact = all(x.spectra_exact for x in windows)
+
     def add_projection(self, weight: Tensor) -> None:
         """Measures of P V W_O; weight is W_O (h d, width)."""
         h, d, _ = self.output_gram.shape
-        split = weight.detach().float().reshape(h, d, -1)
+        split = weight.detach().cpu().float().reshape(h, d, -1)
         self.numbers.update(evaluate(HeadProjection(self.output_gram, split)))
 
 
@@ -101,15 +117,16 @@ def observe(
     def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
+        is_plain, call = _is_plain(call), call.to_measure()
         for b in range(len(call.q)):
             scores, v = sequence(call, b)
             sums = stream(scores, v, workspace=workspace)
             measured = _SiteMeasurement(_site(call, blocks), sums)
             if with_spectra:
                 measured.add_spectra(scores, sums.output, generator)
-            by_sequence.setdefault(b, []).append(measured)
+            by_sequence.setdefault(b // call.windows, []).append(measured)
             unprojected.append(measured)
-            if _is_plain(call):
+            if is_plain:
                 outputs.append(sums.output)
         if isinstance(call.module, nn.MultiheadAttention):
             _project(unprojected, call.module.out_proj.weight.mT)
@@ -127,7 +144,7 @@ def observe(
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, lambda x: [_layer_measures(one) for one in x], states),
+        hidden_states(blocks, lambda x: [_layer_measures(one.cpu()) for one in x], states),
         _output_projections(model, unprojected),
         intercept(model, see, answer=answer),
     ):
@@ -135,14 +152,29 @@ def observe(
     if not by_sequence:
         raise nothing_seen(model)
     digest = batch_hash(batch)
-    return [_measurement(b, sites, states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
+    return [_measurement(b, _over_windows(sites), states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
+
+
+def _over_windows(measured: list[_SiteMeasurement]) -> list[_SiteMeasurement]:
+    """One measurement for each site of one sequence: numbers are means over its windows, discrete ones modes.
+
+    A model that cuts an image into windows computes a small P for each.  All of P is block-diagonal; what is said of a
+    head is said of an average block.
+    """
+    by_site: dict[str, list[_SiteMeasurement]] = {}
+    for each in measured:
+        by_site.setdefault(each.site.name, []).append(each)
+    for first, *others in by_site.values():
+        if others:
+            first.merge(others)
+    return [windows[0] for windows in by_site.values()]
 
 
 def _is_plain(call: AttentionCall) -> bool:
-    """Float32 with no mask but causality: the measured output is what the model would compute, to rounding."""
+    """Float32 on the CPU with no mask but causality: the measured output is what the model computes, to rounding."""
     mask = call.mask
     unmasked = mask.visible is None and mask.attn_bias is None and (mask.ahead or 0) >= 0
-    return call.q.dtype == torch.float32 == call.v.dtype and unmasked
+    return call.q.device.type == "cpu" and call.q.dtype == torch.float32 == call.v.dtype and unmasked
 
 
 def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ def switched(mode: str) -> Iterator[None]:
         LIBRARY.mode = before
 
 
-def usable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> bool:
+def usable(*tensors: Tensor | None, dtypes: Container[torch.dtype] = DTYPES) -> bool:
     """Whether a kernel may be called on these tensors now; None stands for an argument that was not given.
 
     Yes for plain CPU tensors of float32 or bfloat16, or of the dtypes of this kernel, outside of every transformation
