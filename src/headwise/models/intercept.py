@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -112,7 +113,8 @@ class AttentionCall:
     def causal(self) -> bool:
         return self.mask.hides_later_keys()
 
-    def to_measure(self) -> AttentionCall:
+    @cached_property
+    def measurable(self) -> AttentionCall:
         """The same call on the CPU and in float32 or float64, whatever device and precision the model runs in."""
         precise = torch.promote_types(self.q.dtype, torch.float32)
         if self.q.device.type == "cpu" and self.q.dtype == self.k.dtype == self.v.dtype == precise:

@@ -117,7 +117,6 @@ def observe(
     def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
-        is_plain, call = _is_plain(call), call.to_measure()
         for b in range(len(call.q)):
             scores, v = sequence(call, b)
             sums = stream(scores, v, workspace=workspace)
@@ -126,7 +125,7 @@ def observe(
                 measured.add_spectra(scores, sums.output, generator)
             by_sequence.setdefault(b // call.windows, []).append(measured)
             unprojected.append(measured)
-            if is_plain:
+            if _is_plain(call):
                 outputs.append(sums.output)
         if isinstance(call.module, nn.MultiheadAttention):
             _project(unprojected, call.module.out_proj.weight.mT)
@@ -179,6 +178,7 @@ def _is_plain(call: AttentionCall) -> bool:
 
 def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
     """Scores and values of sequence b without padding: keys that no query attends to, and the same queries."""
+    call = call.measurable
     q, k, v, mask = call.q[b], call.k[b], call.v[b], call.mask.index(b)
     if mask.visible is not None:
         keys = mask.visible.any(dim=-2).any(dim=0)

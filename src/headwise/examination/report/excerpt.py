@@ -38,7 +38,7 @@ def make_excerpt(
     means: list[Tensor] = []
 
     def see(call: AttentionCall) -> None:
-        scores, _ = sequence(call.to_measure(), 0)
+        scores, _ = sequence(call, 0)
         sites.append({"site": call.site, "queries": scores.shape[-2], "keys": scores.shape[-1]})
         means.append(cell_means(scores))
 
