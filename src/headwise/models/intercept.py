@@ -42,6 +42,9 @@ ATTENTION = frozenset(
 )
 """The function by each of its names."""
 
+COMPILERS = {"torch._dynamo", "torch.nn.attention.flex_attention"}
+"""Modules of torch without which nothing is compiled; importing the first takes a second."""
+
 MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 """Names that modules give the number of their heads."""
@@ -267,7 +270,7 @@ class _Uncompiled:
     def __enter__(self) -> None:
         with self._lock:
             self._open += 1
-            if self._switch is None and "torch._dynamo" in sys.modules:  # otherwise nothing has been compiled
+            if self._switch is None and not COMPILERS.isdisjoint(sys.modules):
                 self._switch = torch.compiler.set_stance("force_eager")
                 self._switch.__enter__()
 
