@@ -51,7 +51,7 @@ def make_excerpt(
             rows=image.shape[-2],
             columns=image.shape[-1],
             top=[float(f"{x:.4g}") for x in top.tolist()],
-            maps=[base64.b64encode(head.contiguous().cpu().numpy().tobytes()).decode() for head in image],
+            maps=[base64.b64encode(head.contiguous().numpy().tobytes()).decode() for head in image],
         )
     return {"tokens": [] if token_names is None else token_names(text)[0], "sites": sites}
 
