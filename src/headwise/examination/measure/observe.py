@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.examination.measure.head_measures import MEASURES, HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.repeated_tokens import repeated_token_scores
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
@@ -27,6 +27,7 @@ from headwise.examination.measure.token_patterns import (
     delimiter_weights,
     token_weights,
 )
+from headwise.examination.measure.windows import over_windows
 from headwise.models.fingerprint import batch_hash
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
 from headwise.models.run import Batch, OwnHook, blocks_of, hidden_states, run_model
@@ -91,22 +92,6 @@ class _SiteMeasurement:
         if delimiters is not None:
             self.numbers.update(evaluate(delimiters))
 
-    def merge(self, others: list[_SiteMeasurement]) -> None:
-        """Become the measurement of a sequence whose windows are this one and `others`."""
-        windows = [self, *others]
-
-        def over(name: str, values: list[Tensor]) -> Tensor:
-            stacked = torch.stack(values)
-            return stacked.mode(0).values if MEASURES[name].discrete else stacked.nanmean(0)
-
-        self.numbers = {name: over(name, [x.numbers[name] for x in windows]) for name in self.numbers}
-        self.spectral = {name: over(name, [x.spectral[name] for x in windows]) for name in self.spectral}
-        self.profile, self.leading = (
-            torch.stack([getattr(x, name) for x in windows]).mean(0) for name in ("profile", "leading")
-        )
-        self.sampled_rows = torch.cat([x.sampled_rows for x in windows], dim=1)
-        self.spectra_exact = all(x.spectra_exact for x in windows)
-
     def add_projection(self, weight: Tensor) -> None:
         """Measures of P V W_O; weight is W_O (h d, width)."""
         h, d, _ = self.output_gram.shape
@@ -137,7 +122,6 @@ def observe(
     def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
-        is_plain, call = _is_plain(call), call.to_measure()
         for b in range(len(call.q)):
             scores, v = sequence(call, b)
             sums = stream(scores, v, workspace=workspace)
@@ -149,7 +133,7 @@ def observe(
                 measured.add_spectra(scores, sums.output, generator)
             by_sequence.setdefault(b // call.windows, []).append(measured)
             unprojected.append(measured)
-            if is_plain:
+            if _is_plain(call):
                 outputs.append(sums.output)
         if isinstance(call.module, nn.MultiheadAttention):
             _project(unprojected, call.module.out_proj.weight.mT)
@@ -180,22 +164,7 @@ def observe(
             if measured.site.name in repeated:
                 measured.numbers.update(evaluate(repeated[measured.site.name]))
     digest = batch_hash(batch)
-    return [_measurement(b, _over_windows(sites), states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
-
-
-def _over_windows(measured: list[_SiteMeasurement]) -> list[_SiteMeasurement]:
-    """One measurement for each site of one sequence: numbers are means over its windows, discrete ones modes.
-
-    A model that cuts an image into windows computes a small P for each.  All of P is block-diagonal; what is said of a
-    head is said of an average block.
-    """
-    by_site: dict[str, list[_SiteMeasurement]] = {}
-    for each in measured:
-        by_site.setdefault(each.site.name, []).append(each)
-    for first, *others in by_site.values():
-        if others:
-            first.merge(others)
-    return [windows[0] for windows in by_site.values()]
+    return [_measurement(b, over_windows(sites), states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 
 
 def _is_plain(call: AttentionCall) -> bool:
@@ -207,6 +176,7 @@ def _is_plain(call: AttentionCall) -> bool:
 
 def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
     """Scores and values of sequence b without padding: keys that no query attends to, and the same queries."""
+    call = call.measurable
     q, k, v, mask = call.q[b], call.k[b], call.v[b], call.mask.index(b)
     if mask.visible is not None:
         keys = mask.visible.any(dim=-2).any(dim=0)
