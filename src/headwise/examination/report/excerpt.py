@@ -252,8 +252,9 @@ def _names(text: Batch, token_names: TokenNames | None) -> tuple[list[str], list
         names = [name for name, seen in zip(names, mask[0].tolist(), strict=True) if seen]
     if ids is None:
         return names, None
-    known = token_names is not None and "input_ids" in text
-    return names, [str(x) for x in token_names({"input_ids": ids})[0]] if known else []
+    if token_names is None or "input_ids" not in text:
+        return names, []
+    return names, [str(x) for x in token_names({"input_ids": ids})[0]]
 
 
 def _site_names(site: Mapping[str, Any], names: list[str], of_decoder: list[str] | None) -> dict[str, list[str]]:
