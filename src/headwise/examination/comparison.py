@@ -37,19 +37,40 @@ from headwise.reading import (
 _VALUE = number(-1e40, 1e40)  # larger than any float32, and its fourth power is a float
 _MEASURED = nullable(_VALUE)
 _MAYBE = nullable(string())
-_STATISTIC = fields({"mean": _MEASURED, "std": _MEASURED, "texts": whole(0)}, more=True)
-_SITE = fields({"name": string(), "causal": boolean, "shortest": whole(0), "longest": whole(0)}, more=True)
+_STATISTIC = fields({**dict.fromkeys(("mean", "std", "min", "max"), _MEASURED), "texts": whole(0)}, more=True)
+_MODE = fields({"value": _MEASURED, "count": whole(0), "texts": whole(0)}, more=True)
+_SITE = fields(
+    {"name": string(), "causal": boolean, "heads": whole(1), "shortest": whole(0), "longest": whole(0)}, more=True
+)
 _RECORD = fields(
     {
         "site": whole(0),
         "layer": string(),
         "head": whole(0),
         "kind": string(),
+        "description": string(),
+        "evidence": map_of(_MEASURED),
+        "evidence_texts": whole(0),
+        "judged": whole(0),
+        "kind_counts": map_of(whole(0)),
+        "stability": _MEASURED,
         "measures": map_of(_STATISTIC),
+        "modes": map_of(_MODE),
         "by_text": map_of(list_of(_MEASURED)),
+        "profile": list_of(_MEASURED),
+        "spectrum": list_of(_MEASURED),
     },
+    {"traits": list_of(string())},
     more=True,
 )
+_LAYERS = {
+    "names": list_of(string()),
+    **dict.fromkeys(("relative_residual", "difference", "mean_cosine", "norm"), list_of(_MEASURED)),
+}
+_ADVICE = fields(
+    {"topic": string(), "text": string(), "heads": list_of(list_of(whole(0)))}, {"command": _MAYBE}, more=True
+)
+_UNSEEN = fields({"name": string()}, {"class": _MAYBE, "why": _MAYBE}, more=True)
 REPORT_FILE = fields(
     {
         "schema": version(SCHEMA, "examine the model again"),
@@ -68,12 +89,16 @@ REPORT_FILE = fields(
         "measures": list_of(fields({"name": string(), "compared": boolean}, more=True)),
         "sites": list_of(_SITE),
         "records": list_of(_RECORD, empty=False),
-        "layers": fields({}, {"relative_residual": list_of(_MEASURED)}, more=True),
+        "layers": fields({}, _LAYERS, more=True),
         "redundancy": list_of(list_of(_MEASURED)),
         "headline": list_of(string()),
         "provenance": map_of(anything),
     },
-    dict.fromkeys(("ablations", "paths", "excerpt"), map_of(anything)),
+    {
+        **dict.fromkeys(("ablations", "paths", "excerpt", "by_length"), map_of(anything)),
+        "advice": list_of(_ADVICE),
+        "unseen": list_of(_UNSEEN),
+    },
     more=True,
 )
 """report.json, as far as it is read; docs/reference/report-json.md describes all of it."""

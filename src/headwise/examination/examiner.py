@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,17 @@ from torch import nn
 
 from headwise import outputs
 from headwise.errors import InputError
+from headwise.examination.advice import with_advice
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.observe import ExaminedSite, Measurement, observe
 from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, versions, weights_hash
+from headwise.models.intercept import uncompiled
 from headwise.models.partial_files import load_partial, log_damaged, save_partial
-from headwise.models.run import Batch, as_it_was, check_batch
+from headwise.models.run import Batch, as_it_was, check_batch, first_sequence
+from headwise.models.unseen import unseen_attention
 from headwise.operators._kernels import limits
 
 SPECTRA_EVERY = 8
@@ -46,7 +49,7 @@ def examine(
     name             name of the model in the report; default: its class
     inputs           where the batches came from, for the report
     provenance       such as the command, for the report
-    token_names      strings for the positions of each sequence of a batch, for the excerpt in the report
+    token_names      strings for the positions of each sequence of a batch, for the excerpt and to tell delimiters
     spectra_every    spectra are measured on batches 0, spectra_every, 2 spectra_every ...; 0: never
     block_bytes      memory that blocks of P may take; the default fits into the cache
     partial_results  a directory that keeps the result of each batch; an interrupted run resumes from it
@@ -54,16 +57,19 @@ def examine(
 
     If torch.distributed is initialised, the processes share the batches and each returns the whole result.
     """
+    model = uncompiled(model)
     check_weights(model)
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     measured: dict[int, list[Measurement]] = {}
     excerpt: dict[str, Any] = {}
+    unseen: list[dict[str, str]] = []
     # scores, exponentials, the padded block and temporaries: four floats for each entry of P
     entries = limits.CACHE_ENTRIES if block_bytes is None else max(1 << 12, block_bytes // 16)
     for batch in batches if isinstance(batches, Sequence) else ():
         check_batch(batch)
     weights = weights_hash(model)
     settings = {"seed": seed, "spectra_every": spectra_every, "entries": entries, "measures": list(MEASURES)}
+    settings["names"] = token_names is not None
     if partial_results is not None:
         # of batches that are generated one by one, only those that were measured can be compared
         known = [batch_hash(batch) for batch in batches] if isinstance(batches, Sequence) else None
@@ -75,6 +81,7 @@ def examine(
             hashes.append(batch_hash(batch))
             if index == 0 and rank == 0:
                 excerpt = make_excerpt(model, batch, token_names)
+                unseen = unseen_attention(model, first_sequence(batch))
             if index % processes == rank:
                 file = None if partial_results is None else partial_results / f"batch-{index:06d}.pt"
                 run = run_key(weights, {**settings, "batch": hashes[-1], "index": index})
@@ -85,6 +92,8 @@ def examine(
                     with_spectra=spectra_every > 0 and index % spectra_every == 0,
                     entries=entries,
                     generator=torch.Generator().manual_seed(seed + index),
+                    token_names=token_names,
+                    with_repeated_tokens=index % (spectra_every or SPECTRA_EVERY) == 0,
                 )
                 if file is not None and stored is None:
                     save_measurements(measured[index], file, run)
@@ -94,7 +103,7 @@ def examine(
         measured = _gather(measured)
     if not measured:
         raise InputError("no batches: give at least one text, image or recording")
-    return summarise(
+    result = summarise(
         [x for index in sorted(measured) for x in measured[index]],
         model=_describe(model, name),
         inputs={"batches": len(measured), **(inputs or {})},
@@ -109,6 +118,16 @@ def examine(
         },
         excerpt=excerpt,
     )
+    return with_advice(replace(result, unseen=unseen, headline=[*result.headline, *_not_measured(unseen)]))
+
+
+def _not_measured(unseen: list[dict[str, str]]) -> list[str]:
+    """A sentence on attention that was not seen."""
+    if not unseen:
+        return []
+    names = ", ".join(f"{x['name']} ({x['class']}: {x['why']})" for x in unseen[:3])
+    more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
+    return [f"Not measured: {names}{more}."]
 
 
 def save_measurements(measurements: list[Measurement], path: Path, run: str) -> None:

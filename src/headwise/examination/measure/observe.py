@@ -17,8 +17,17 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.repeated_tokens import repeated_token_scores
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
+from headwise.examination.measure.token_patterns import (
+    BatchTokens,
+    TokenNames,
+    TokenPlaces,
+    delimiter_weights,
+    token_weights,
+)
+from headwise.examination.measure.windows import over_windows
 from headwise.models.fingerprint import batch_hash
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
 from headwise.models.run import Batch, OwnHook, blocks_of, hidden_states, run_model
@@ -77,10 +86,16 @@ class _SiteMeasurement:
         self.spectral, self.spectra_exact = evaluate_spectra(heads), heads[0].spectrum.exact
         self.leading = torch.stack([head.values[:LEADING] for head in heads])
 
+    def add_tokens(self, scores: Scores, sums: HeadSums, places: TokenPlaces, entries: int) -> None:
+        self.numbers.update(evaluate(token_weights(scores, sums.log_sum_exp, places, entries=entries)))
+        delimiters = delimiter_weights(scores, sums.received, places)
+        if delimiters is not None:
+            self.numbers.update(evaluate(delimiters))
+
     def add_projection(self, weight: Tensor) -> None:
         """Measures of P V W_O; weight is W_O (h d, width)."""
         h, d, _ = self.output_gram.shape
-        split = weight.detach().float().reshape(h, d, -1)
+        split = weight.detach().cpu().float().reshape(h, d, -1)
         self.numbers.update(evaluate(HeadProjection(self.output_gram, split)))
 
 
@@ -91,8 +106,14 @@ def observe(
     with_spectra: bool = True,
     entries: int = limits.CACHE_ENTRIES,
     generator: torch.Generator | None = None,
+    token_names: TokenNames | None = None,
+    with_repeated_tokens: bool = False,
 ) -> list[Measurement]:
-    """One forward pass; one Measurement for each sequence in the batch."""
+    """One forward pass; one Measurement for each sequence in the batch.
+
+    with_repeated_tokens  another short pass, whose scores are numbers of the first sequence
+    """
+    token_ids = BatchTokens(batch, token_names(batch) if token_names is not None else None)
     by_sequence: dict[int, list[_SiteMeasurement]] = {}
     unprojected: list[_SiteMeasurement] = []  # the last call's, until its output projection runs
     outputs: list[Tensor] = []
@@ -105,9 +126,12 @@ def observe(
             scores, v = sequence(call, b)
             sums = stream(scores, v, workspace=workspace)
             measured = _SiteMeasurement(_site(call, blocks), sums)
+            places = token_ids.places(call, b, scores)
+            if places is not None:
+                measured.add_tokens(scores, sums, places, entries)
             if with_spectra:
                 measured.add_spectra(scores, sums.output, generator)
-            by_sequence.setdefault(b, []).append(measured)
+            by_sequence.setdefault(b // call.windows, []).append(measured)
             unprojected.append(measured)
             if _is_plain(call):
                 outputs.append(sums.output)
@@ -127,26 +151,32 @@ def observe(
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, lambda x: [_layer_measures(one) for one in x], states),
+        hidden_states(blocks, lambda x: [_layer_measures(one.cpu()) for one in x], states),
         _output_projections(model, unprojected),
         intercept(model, see, answer=answer),
     ):
         run_model(model, batch)
     if not by_sequence:
         raise nothing_seen(model)
+    if with_repeated_tokens:
+        repeated = repeated_token_scores(model, batch)
+        for measured in by_sequence[0]:
+            if measured.site.name in repeated:
+                measured.numbers.update(evaluate(repeated[measured.site.name]))
     digest = batch_hash(batch)
-    return [_measurement(b, sites, states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
+    return [_measurement(b, over_windows(sites), states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 
 
 def _is_plain(call: AttentionCall) -> bool:
-    """Float32 with no mask but causality: the measured output is what the model would compute, to rounding."""
+    """Float32 on the CPU with no mask but causality: the measured output is what the model computes, to rounding."""
     mask = call.mask
     unmasked = mask.visible is None and mask.attn_bias is None and (mask.ahead or 0) >= 0
-    return call.q.dtype == torch.float32 == call.v.dtype and unmasked
+    return call.q.device.type == "cpu" and call.q.dtype == torch.float32 == call.v.dtype and unmasked
 
 
 def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
     """Scores and values of sequence b without padding: keys that no query attends to, and the same queries."""
+    call = call.measurable
     q, k, v, mask = call.q[b], call.k[b], call.v[b], call.mask.index(b)
     if mask.visible is not None:
         keys = mask.visible.any(dim=-2).any(dim=0)
