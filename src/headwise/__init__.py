@@ -42,7 +42,7 @@ _NAMES = {
         "window",
     ],
     "headwise.convolution": ["convert"],
-    "headwise.examination": ["Examination", "examine"],
+    "headwise.examination": ["Examination", "compare", "examine"],
     "headwise.growth": ["Grower"],
     "headwise.ledger": ["Ledger", "verify"],
     "headwise.models": ["Receipt"],
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from headwise.cost import Cost as Cost
     from headwise.errors import HeadwiseError as HeadwiseError
     from headwise.examination import Examination as Examination
+    from headwise.examination import compare as compare
     from headwise.examination import examine as examine
     from headwise.growth import Grower as Grower
     from headwise.ledger import Ledger as Ledger

@@ -5,7 +5,7 @@ A measure of your own is one function, see `register_measure`.
 
 from __future__ import annotations
 
-from headwise.examination.comparison import ExaminationComparison, HeadDifference, compare_examinations, read_report
+from headwise.examination.comparison import ExaminationComparison, HeadDifference, compare, compare_examinations
 from headwise.examination.examiner import examine
 from headwise.examination.measure.depth import with_depth
 from headwise.examination.measure.head_measures import HeadProjection, Measure, register_measure
@@ -13,6 +13,7 @@ from headwise.examination.measure.spectra import HeadSpectrum
 from headwise.examination.measure.streaming import HeadSums
 from headwise.examination.record import Examination, Mode, Record, Statistic
 from headwise.examination.report.page import add_plan, report_page, write_report
+from headwise.examination.report_file import read_report
 from headwise.examination.summary import unusual_heads
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Record",
     "Statistic",
     "add_plan",
+    "compare",
     "compare_examinations",
     "examine",
     "read_report",

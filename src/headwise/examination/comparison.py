@@ -19,64 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import InputError
-from headwise.examination.record import SCHEMA
-from headwise.reading import (
-    anything,
-    boolean,
-    fields,
-    list_of,
-    map_of,
-    nullable,
-    number,
-    read_json,
-    string,
-    version,
-    whole,
-)
-
-_VALUE = number(-1e40, 1e40)  # larger than any float32, and its fourth power is a float
-_MEASURED = nullable(_VALUE)
-_MAYBE = nullable(string())
-_STATISTIC = fields({"mean": _MEASURED, "std": _MEASURED, "texts": whole(0)}, more=True)
-_SITE = fields({"name": string(), "causal": boolean, "shortest": whole(0), "longest": whole(0)}, more=True)
-_RECORD = fields(
-    {
-        "site": whole(0),
-        "layer": string(),
-        "head": whole(0),
-        "kind": string(),
-        "measures": map_of(_STATISTIC),
-        "by_text": map_of(list_of(_MEASURED)),
-    },
-    more=True,
-)
-REPORT_FILE = fields(
-    {
-        "schema": version(SCHEMA, "examine the model again"),
-        "model": fields({"name": string(), "class": string(), "dtype": string(), "parameters": whole(0)}, more=True),
-        "inputs": fields(
-            {
-                "texts": whole(0),
-                "spectra_texts": whole(0),
-                "shortest": whole(0),
-                "longest": whole(0),
-                "spectra_exact": nullable(boolean),
-            },
-            {"kind": _MAYBE, "source": nullable(list_of(string())), "digest": _MAYBE},
-            more=True,
-        ),
-        "measures": list_of(fields({"name": string(), "compared": boolean}, more=True)),
-        "sites": list_of(_SITE),
-        "records": list_of(_RECORD, empty=False),
-        "layers": fields({}, {"relative_residual": list_of(_MEASURED)}, more=True),
-        "redundancy": list_of(list_of(_MEASURED)),
-        "headline": list_of(string()),
-        "provenance": map_of(anything),
-    },
-    dict.fromkeys(("ablations", "paths", "excerpt"), map_of(anything)),
-    more=True,
-)
-"""report.json, as far as it is read; docs/reference/report-json.md describes all of it."""
+from headwise.examination.record import Examination
+from headwise.examination.report_file import read_report
 
 
 @dataclass(frozen=True)
@@ -116,16 +60,12 @@ class ExaminationComparison:
         return asdict(self)
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """report.json of a directory, or the file itself."""
-    file = path / "report.json" if path.is_dir() else path
-    facts = read_json(file, REPORT_FILE, "a report.json that `headwise examine` wrote, or its directory")
-    for index, record in enumerate(facts["records"]):
-        if record["site"] >= len(facts["sites"]):
-            raise InputError(
-                f"{file}: records/{index}/site is {record['site']}, but there are {len(facts['sites'])} sites"
-            )
-    return facts
+def compare(a: Examination | str | Path, b: Examination | str | Path) -> ExaminationComparison:
+    """Every head of A against the same head of B, the farthest moved first; each is an examination or its directory.
+
+    Examine both on the same texts: then measures are compared text by text, which shows smaller changes.
+    """
+    return compare_examinations(_facts(a), _facts(b))
 
 
 def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationComparison:
@@ -166,6 +106,17 @@ def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationCom
         a["layers"].get("relative_residual", []),
         b["layers"].get("relative_residual", []),
     )
+
+
+def _facts(given: Examination | str | Path) -> dict[str, Any]:
+    if isinstance(given, Examination):
+        return given.to_dict()
+    if not isinstance(given, str | Path):
+        raise InputError(
+            f"compare takes examinations or their directories, but was given a {type(given).__name__}; examine the "
+            "model first"
+        )
+    return read_report(Path(given))
 
 
 def normal_deviate(t: float, degrees: float) -> float:
