@@ -43,6 +43,12 @@ def tokenized(
     )
 
 
+def shortened(batch: Mapping[str, Tensor], length: int, tokenizer: Any = None) -> dict[str, Tensor]:
+    """A batch of texts without padding, cut to `length` tokens; special tokens at the end of a text stay at its end."""
+    last = 0 if tokenizer is None else len(special_tokens(tokenizer)[1])
+    return {name: torch.cat([x[:, : length - last], x[:, x.shape[1] - last :]], dim=1) for name, x in batch.items()}
+
+
 def _check(texts: Any, tokenizer: Any, batch_size: int) -> None:
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise InputError(f"texts is a {type(texts).__name__}; give a list of strings, also if there is only one")
