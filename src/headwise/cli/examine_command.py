@@ -235,7 +235,9 @@ def warn_unseen(examination: Examination) -> None:
     """On standard error: attention of the model that no number is about."""
     if examination.unseen:
         count = len(examination.unseen)
-        print(f"warning: {count} module{'s look' if count > 1 else ' looks'} like attention but", file=sys.stderr, end=" ")
+        print(
+            f"warning: {count} module{'s look' if count > 1 else ' looks'} like attention but", file=sys.stderr, end=" "
+        )
         print(f"{'were' if count > 1 else 'was'} not measured:", file=sys.stderr)
     for module in examination.unseen:
         print(f"  {module['name']} ({module.get('class')}): {module.get('why')}", file=sys.stderr)
