@@ -60,7 +60,7 @@ def test_rows_are_one_dict_a_head_with_plain_values(result: Examination) -> None
 
 
 def test_kinds_by_length_are_columns(result: Examination) -> None:
-    kinds = [["local"] * 8, ["sink"] * 8]
+    kinds = {"16": ["local"] * 8, "32": ["sink"] * 8}
     judged = Examination(**{**vars(result), "by_length": {"lengths": [16, 32], "kinds": kinds}})
     assert [judged.rows()[7][name] for name in ("kind_at_16", "kind_at_32")] == ["local", "sink"]
 

@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _examine(options: argparse.Namespace, partial: Path, command: str, processes: int) -> Examination:
     from headwise.examination import examine, with_depth, with_importance, with_lengths
+    from headwise.models.tokenized import shortened
 
     loaded = shared.load(options)
     inputs = shared.make_inputs(options, loaded)
@@ -96,7 +97,7 @@ def _examine(options: argparse.Namespace, partial: Path, command: str, processes
         import torch.distributed as dist
 
         dist.barrier()  # the first process has taken the lock and removed partial results of an earlier run
-    quiet, heads = shared.is_quiet(options), 0
+    quiet = shared.is_quiet(options)
     with bar("measuring heads", len(inputs.batches), quiet=quiet) as advance:
         examination = examine(
             loaded.model,
@@ -113,9 +114,9 @@ def _examine(options: argparse.Namespace, partial: Path, command: str, processes
             partial_results=partial,
             progress=advance,
         )
-    heads = len(examination.records)
     if options.importance:
-        with bar("replacing each head by its mean", heads * len(inputs.batches), quiet=quiet) as advance:
+        passes = len(examination.records) * len(inputs.batches)
+        with bar("replacing each head by its mean", passes, quiet=quiet) as advance:
             examination = with_importance(examination, loaded.model, inputs.batches, progress=advance)
     if cut:
         with bar("judging kinds at other lengths", sum(map(len, cut.values())), quiet=quiet) as advance:
@@ -134,7 +135,7 @@ def _tokenizer(options: argparse.Namespace, loaded: LoadedModel, inputs: Inputs)
         return None
     if inputs.description["kind"] not in ("text", "random tokens"):
         raise InputError(f"{needed} is for texts, but these inputs are {inputs.description['kind']}; leave it out")
-    from headwise.models.inputs import tokenizer_of
+    from headwise.models.inputs import _tokenizer as tokenizer_of
 
     return tokenizer_of(loaded)
 
@@ -211,11 +212,10 @@ def _print_heads(examination: Examination) -> None:
     importance = ["importance"] if has_importance else []
     headings = ("layer", "head", *importance, "kind", "eff. rank", "rank-64 error", "what it does")
     print_table(title, headings, rows, words=("layer", "kind", "what it does"))
-    words = {**WORDS, **(examination.inputs.get("words") or {})}
-    counts = examination.inputs
+    items, counts = examination.words["items"], examination.inputs
     print_text(
-        f"2/3 after a kind: on 2 of the 3 {words['items']} that could be judged; {counts['spectra_texts']} of "
-        f"{counts['texts']} {words['items']} have spectra, for ranks and errors"
+        f"2/3 after a kind: on 2 of the 3 {items} that could be judged; {counts['spectra_texts']} of {counts['texts']} "
+        f"{items} have spectra, for ranks and errors"
     )
     if has_importance:
         unit = next(measure["unit"] for measure in examination.measures if measure["name"] == "importance")
@@ -227,20 +227,15 @@ def _print_lengths(examination: Examination) -> None:
     counts = [Counter(kinds[str(length)]) for length in lengths]
     names = sorted({kind for count in counts for kind in count}, key=lambda kind: -counts[-1][kind])
     rows = [(kind, *(str(count[kind] or "–") for count in counts)) for kind in names]
-    units = {**WORDS, **(examination.inputs.get("words") or {})}["units"]
-    print_table(f"Heads of each kind, by length in {units}", ("kind", *map(str, lengths)), rows)
+    print_table(f"Heads of each kind, by length in {examination.words['units']}", ("kind", *map(str, lengths)), rows)
 
 
 def warn_unseen(examination: Examination) -> None:
     """On standard error: attention of the model that no number is about."""
     if examination.unseen:
-        count = len(examination.unseen)
-        print(
-            f"warning: {count} module{'s look' if count > 1 else ' looks'} like attention but", file=sys.stderr, end=" "
-        )
-        print(f"{'were' if count > 1 else 'was'} not measured:", file=sys.stderr)
+        print("warning: what looks like attention and was not measured:", file=sys.stderr)
     for module in examination.unseen:
-        print(f"  {module['name']} ({module.get('class')}): {module.get('why')}", file=sys.stderr)
+        print(f"  {module['name']} ({module['class']}): {module['why']}", file=sys.stderr)
 
 
 def short_names(names: list[str]) -> list[str]:

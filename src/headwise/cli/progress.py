@@ -32,7 +32,7 @@ def bar(what: str, total: int | None, *, quiet: bool = False) -> Iterator[Callab
 
 
 def lines(what: str, total: int | None, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:
-    """`advance(done)` writes such as "measuring heads: 3 of 16, about 20 s left", if the whole takes over two seconds."""
+    """`advance(done)` writes such as "measuring heads: 3 of 16, about 20 s left", if it takes over two seconds."""
     start, next_line = clock(), SOON
 
     def advance(done: int) -> None:

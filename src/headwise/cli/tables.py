@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GAP = 3  # characters between two columns
 NARROWEST = 8
-"""A column of words is not made narrower: a line that is too long for the terminal can be read, a letter a line cannot."""
+"""A column of words is not made narrower: a line longer than the terminal can be read, one letter a line cannot."""
 
 
 def make_table(

@@ -106,9 +106,14 @@ class Examination:
 
         return notebook_html(self)
 
+    @property
+    def words(self) -> Mapping[str, str]:
+        """What one input and one position are called: item, items, unit, units."""
+        return {**WORDS, **(self.inputs.get("words") or {})}
+
     def inputs_in_words(self) -> str:
         """Such as "16 texts of 512 tokens"; images and recordings are called so."""
-        words, count = self.inputs.get("words") or WORDS, self.inputs["texts"]
+        words, count = self.words, self.inputs["texts"]
         low, high = self.inputs["shortest"], self.inputs["longest"]
         sizes = f"{high}" if low == high else f"{low} to {high}"
         item, unit = words["item" if count == 1 else "items"], words["unit" if high == 1 else "units"]
@@ -120,7 +125,6 @@ class Examination:
         Discrete measures, such as positions, have their most frequent value.  `spread` adds, for each averaged measure,
         its sample standard deviation over texts (`entropy_std`) and the number of texts (`entropy_texts`).
         """
-        lengths, kinds = self.by_length.get("lengths", []), self.by_length.get("kinds", [])
         rows = []
         for index, record in enumerate(self.records):
             row: dict[str, Any] = {
@@ -129,7 +133,7 @@ class Examination:
                 "kind": record.kind,
                 "traits": ", ".join(record.traits),
                 "stability": record.stability,
-                **{f"kind_at_{n}": column[index] for n, column in zip(lengths, kinds, strict=True)},
+                **{f"kind_at_{length}": kinds[index] for length, kinds in self.by_length.get("kinds", {}).items()},
             }
             for name in (measure["name"] for measure in self.measures):
                 if name in record.modes:
