@@ -91,7 +91,7 @@ def terminal_width() -> int:
 def column_widths(
     headings: Sequence[str], columns: Sequence[Sequence[str]], may_wrap: Sequence[bool], width: int
 ) -> list[int]:
-    """The width of each column: as wide as its widest line where all fit, else words wrap, the longest the most."""
+    """The width of each column: that of its widest line if all fit, else words wrap, the longest lines first."""
     widest = [_longest_line([heading, *cells]) for heading, cells in zip(headings, columns, strict=True)]
     widths = [
         max(_longest_line(heading.split()), _longest_piece(cells) if wrap else _longest_line(cells))
@@ -104,12 +104,13 @@ def column_widths(
             break
         widths[index] -= 1
         free += 1
-    while free > 0:
-        index = max(range(len(widths)), key=lambda i: widest[i] / max(widths[i], 1))
-        if widths[index] >= widest[index]:
-            break
-        widths[index] += 1
-        free -= 1
+    for words in (True, False):  # the headings of numbers, which may wrap too, get what is left
+        while free > 0:
+            narrow = [i for i in range(len(widths)) if may_wrap[i] == words and widths[i] < widest[i]]
+            if not narrow:
+                break
+            widths[min(narrow, key=lambda i: widths[i])] += 1
+            free -= 1
     return widths
 
 
