@@ -12,6 +12,8 @@ from headwise.examination.measure.head_measures import HeadProjection, Measure, 
 from headwise.examination.measure.spectra import HeadSpectrum
 from headwise.examination.measure.streaming import HeadSums
 from headwise.examination.record import Examination, Mode, Record, Statistic
+from headwise.examination.report.comparison_page import comparison_page, write_comparison
+from headwise.examination.report.notebook import notebook_html
 from headwise.examination.report.page import add_plan, report_page, write_report
 from headwise.examination.report_file import read_report
 from headwise.examination.summary import unusual_heads
@@ -30,11 +32,14 @@ __all__ = [
     "add_plan",
     "compare",
     "compare_examinations",
+    "comparison_page",
     "examine",
+    "notebook_html",
     "read_report",
     "register_measure",
     "report_page",
     "unusual_heads",
     "with_depth",
+    "write_comparison",
     "write_report",
 ]

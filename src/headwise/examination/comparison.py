@@ -68,8 +68,8 @@ def compare(a: Examination | str | Path, b: Examination | str | Path) -> Examina
     return compare_examinations(_facts(a), _facts(b))
 
 
-def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationComparison:
-    """The heads that are in both examinations (as `read_report` returns them), paired by layer and head."""
+def measure_changes(a: dict[str, Any], b: dict[str, Any]) -> list[HeadDifference]:
+    """Every compared measure of every head that is in both examinations, in the order of A."""
     heads_a, heads_b = ({(r["layer"], r["head"]): r for r in facts["records"]} for facts in (a, b))
     shared = [key for key in heads_a if key in heads_b]
     if not shared:
@@ -78,7 +78,7 @@ def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationCom
             f"({next(iter(heads_a))[0]} and {next(iter(heads_b))[0]})"
         )
     paired = _same_texts(a, b)
-    names = [measure["name"] for measure in a["measures"] if measure["compared"]]
+    names = _compared(a)
     lengths_a, lengths_b = ({s["name"]: (s["shortest"], s["longest"]) for s in facts["sites"]} for facts in (a, b))
     moves: list[HeadDifference] = []
     for key in shared:
@@ -90,6 +90,12 @@ def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationCom
             f"{a['model']['name']} and {b['model']['name']} have no measure in common that can be compared; "
             "examine both with this version"
         )
+    return moves
+
+
+def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationComparison:
+    """The heads that are in both examinations (as `read_report` returns them), paired by layer and head."""
+    moves = measure_changes(a, b)
     has_z = any(move.z is not None for move in moves)
     heads: dict[tuple[str, int], HeadDifference] = {}
     for move in sorted(moves, key=_rank, reverse=True):
@@ -98,11 +104,11 @@ def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationCom
         a["model"]["name"],
         b["model"]["name"],
         _what_differs(a, b),
-        paired,
+        _same_texts(a, b),
         "z" if has_z else "relative",
-        [name for name in names if has_z and any(m.z is None and m.measure == name for m in moves)],
+        [name for name in _compared(a) if has_z and any(m.z is None and m.measure == name for m in moves)],
         list(heads.values()),
-        sum(heads_a[key]["kind"] != heads_b[key]["kind"] for key in shared),
+        _kinds_changed(a, b),
         a["layers"].get("relative_residual", []),
         b["layers"].get("relative_residual", []),
     )
@@ -122,6 +128,15 @@ def _facts(given: Examination | str | Path) -> dict[str, Any]:
 def normal_deviate(t: float, degrees: float) -> float:
     """z with about the tail probability of Student's t (Wallace 1959): within 0.06 up to t = 5 from two degrees on."""
     return (8 * degrees + 1) / (8 * degrees + 3) * math.sqrt(degrees * math.log1p(t * t / degrees))
+
+
+def _compared(facts: dict[str, Any]) -> list[str]:
+    return [measure["name"] for measure in facts["measures"] if measure["compared"]]
+
+
+def _kinds_changed(a: dict[str, Any], b: dict[str, Any]) -> int:
+    kinds_a, kinds_b = ({(r["layer"], r["head"]): r["kind"] for r in facts["records"]} for facts in (a, b))
+    return sum(kinds_b.get(key, kind) != kind for key, kind in kinds_a.items())
 
 
 def _rank(move: HeadDifference) -> tuple[bool, float]:
