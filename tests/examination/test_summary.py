@@ -35,7 +35,7 @@ def test_a_text_without_spectra_is_not_counted_as_low_rank() -> None:
 
 
 def test_a_text_that_needs_no_spectrum_is_judged_without_one() -> None:
-    found = record(text(HIGH, **SINK), text(**SINK), text(**SINK), text(mass_within_16=0.7))
+    found = record(text(HIGH, **SINK), text(**SINK), text(**SINK), text(mass_within_16=0.7, distant_mass=0.1))
     assert found.kind == "sink"
     assert found.kind_counts == {"sink": 3, "local": 1}
     assert found.judged == 4
@@ -101,7 +101,7 @@ def test_an_agreed_position_is_said_plainly() -> None:
 
 
 def test_a_description_is_about_the_texts_of_that_kind() -> None:
-    found = record(text(sink_mass=0.9), text(sink_mass=0.7), text(sink_mass=0.05, mass_within_16=0.9))
+    found = record(text(sink_mass=0.9), text(sink_mass=0.7), text(sink_mass=0.05, mass_within_16=0.9, distant_mass=0.1))
     assert found.description == "80% of its attention goes to token 0"
     assert found.evidence_texts == 2
 

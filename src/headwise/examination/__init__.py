@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from headwise.examination.comparison import ExaminationComparison, HeadDifference, compare, compare_examinations
 from headwise.examination.examiner import examine
+from headwise.examination.lengths import with_lengths
 from headwise.examination.measure.depth import with_depth
 from headwise.examination.measure.head_measures import HeadProjection, Measure, register_measure
+from headwise.examination.measure.importance import with_importance
 from headwise.examination.measure.spectra import HeadSpectrum
 from headwise.examination.measure.streaming import HeadSums
 from headwise.examination.record import Examination, Mode, Record, Statistic
@@ -40,6 +42,8 @@ __all__ = [
     "report_page",
     "unusual_heads",
     "with_depth",
+    "with_importance",
+    "with_lengths",
     "write_comparison",
     "write_report",
 ]

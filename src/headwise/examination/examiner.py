@@ -61,7 +61,7 @@ def examine(
     name             name of the model in the report; default: its class
     inputs           where the batches came from, for the report
     provenance       such as the command, for the report
-    token_names      strings for the positions of each sequence of a batch, for the pictures of attention
+    token_names      strings for the positions of each sequence of a batch, for the excerpt and to tell delimiters
     excerpt          what the pictures of attention show: a text (with `tokenizer`) or a batch; default: the first input
     ablations        also measure collapse curves and path lengths on the first input, in float64 (see `with_depth`)
     spectra_every    spectra are measured on batches 0, spectra_every, 2 spectra_every ...; 0: never
@@ -92,6 +92,7 @@ def examine(
     entries = limits.CACHE_ENTRIES if block_bytes is None else max(1 << 12, block_bytes // 16)
     weights = weights_hash(model)
     settings = {"seed": seed, "spectra_every": spectra_every, "entries": entries, "measures": list(MEASURES)}
+    settings["names"] = token_names is not None
     if partial_results is not None:
         # of batches that are generated one by one, only those that were measured can be compared
         known = [batch_hash(batch) for batch in batches] if isinstance(batches, Sequence) else None
@@ -115,6 +116,8 @@ def examine(
                     with_spectra=spectra_every > 0 and index % spectra_every == 0,
                     entries=entries,
                     generator=torch.Generator().manual_seed(seed + index),
+                    token_names=token_names,
+                    with_repeated_tokens=index % (spectra_every or SPECTRA_EVERY) == 0,
                 )
                 if file is not None and stored is None:
                     save_measurements(measured[index], file, run)

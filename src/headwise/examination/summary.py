@@ -4,11 +4,12 @@ Every statistic counts the texts on which its measure exists; spectra are measur
 without a spectrum on which no rule before "low rank" fits is not judged.  The kind of a head is the most frequent one,
 and its stability is its share of all texts, where the texts that are not judged count like those with a spectrum:
 
-    share(kind) = count(kind) / texts                          uniform, positional, sink, local
-                = count(kind) / judged' * undecided / texts    low rank, broad, dense
+    share(kind) = count(kind) / texts                          kinds before "low rank"
+                = count(kind) / judged' * undecided / texts    low rank, dense
 
 with undecided = texts on which no earlier rule fits, judged' = those among them that have a spectrum.  If none of them
-has one, the rule "low rank" is left out.
+has one, the rule "low rank" is left out.  Scores on repeated random tokens do not depend on the text: their mean counts
+on every text.  A trait is a rule other than that of the kind which fits on at least half of the texts.
 """
 
 from __future__ import annotations
@@ -24,10 +25,19 @@ import torch
 from torch import Tensor
 
 from headwise.errors import InputError
-from headwise.examination.measure.head_kinds import KINDS, NEED_SPECTRUM, HeadKind, describe, kind_of
+from headwise.examination.measure.head_kinds import (
+    KINDS,
+    NEED_SPECTRUM,
+    TRAITS,
+    HeadKind,
+    describe,
+    kind_of,
+    low_rank,
+    traits_of,
+)
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.observe import Measurement
-from headwise.examination.record import Examination, Mode, Record, Statistic
+from headwise.examination.record import Examination, Mode, Record, statistic
 
 
 def summarise(
@@ -103,6 +113,10 @@ def _measures_and_kind(
     texts = [{name: x[t] for name, x in every.items()} for t in range(len(lengths))]
     for place, t in enumerate(with_spectra):
         texts[t].update({name: x[place] for name, x in some.items()})
+    for measure in (name for name in every if name.endswith("_score")):
+        score = statistic(every[measure]).mean
+        for x in texts:
+            x[measure] = score
     kinds = _kinds(texts, lengths)
     counts = Counter(kind.name for kind in kinds if kind is not None)
     judged, shares = sum(counts.values()), _shares(counts, len(lengths))
@@ -117,13 +131,14 @@ def _measures_and_kind(
     both = {**every, **some}
     return {
         "kind": name,
+        "traits": _traits(texts, lengths, name),
         "description": describe(kind, means, modes),
         "evidence": {**means, **{measure: mode.value for measure, mode in modes.items()}},
         "evidence_texts": len(alike),
         "judged": judged,
         "kind_counts": dict(counts),
         "stability": shares[name] if judged > 1 else math.nan,
-        "measures": {m: _statistic(x) for m, x in both.items() if m not in discrete},
+        "measures": {m: statistic(x) for m, x in both.items() if m not in discrete},
         "modes": {measure: _mode(every[measure]) for measure in every if measure in discrete},
         "by_text": {m: [float(f"{x:.5g}") for x in both[m]] for m in both if MEASURES[m].compared},
     }
@@ -135,6 +150,14 @@ def _kinds(texts: list[dict[str, float]], lengths: list[int]) -> list[HeadKind |
     if any(kind is not None and kind.name in NEED_SPECTRUM for kind in kinds):
         return kinds
     return [kind or kind_of(x, n, ignore_rank=True) for kind, x, n in zip(kinds, texts, lengths, strict=True)]
+
+
+def _traits(texts: list[dict[str, float]], lengths: list[int], kind: str) -> list[str]:
+    """Rules other than that of the kind that fit on at least half of the texts (low rank: of those with a spectrum)."""
+    counts = Counter(trait for x, n in zip(texts, lengths, strict=True) for trait in traits_of(x, n))
+    spectra = sum(f"output_error_{low_rank(n)}" in x for x, n in zip(texts, lengths, strict=True))
+    names = (name for name in (*KINDS, *TRAITS) if name != kind and counts[name])
+    return [name for name in names if 2 * counts[name] >= (spectra if name == "low rank" else len(texts))]
 
 
 def _shares(counts: Mapping[str, int], texts: int) -> dict[str, float]:
@@ -219,7 +242,10 @@ def unusual_heads(records: Sequence[Record], count: int = 10) -> list[Record]:
 
 
 def _stack(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
+    """name -> (texts, heads); NaN on texts on which it was not measured."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    unknown = {name: torch.full_like(next(row[name] for row in rows if name in row), math.nan) for name in names}
+    return {name: torch.stack([row.get(name, unknown[name]) for row in rows]) for name in names}
 
 
 def _mean(rows: Sequence[Tensor]) -> Tensor:
@@ -232,15 +258,6 @@ def _mean_spectrum(rows: list[Tensor]) -> Tensor | None:
         return None
     width = min(x.shape[-1] for x in rows)
     return torch.stack([x[:, :width] for x in rows]).mean(0)
-
-
-def _statistic(values: Sequence[float]) -> Statistic:
-    x = [value for value in values if not math.isnan(value)]
-    if not x:
-        return Statistic(math.nan, math.nan, math.nan, math.nan, 0)
-    mean = sum(x) / len(x)
-    std = math.sqrt(sum((value - mean) ** 2 for value in x) / (len(x) - 1)) if len(x) > 1 else math.nan
-    return Statistic(mean, std, min(x), max(x), len(x))
 
 
 def _mode(values: Sequence[float]) -> Mode:
