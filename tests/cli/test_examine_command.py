@@ -43,7 +43,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_a_factory_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["examine", SPEC, "-o", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "8 heads" in printed
     assert "report.html" in printed
     assert "most unusual" in printed
@@ -74,34 +74,33 @@ def test_a_directory_with_random_tokens(saved: Path, tmp_path: Path) -> None:
     assert json.loads((out / "report.json").read_text())["inputs"]["length"] == 24
 
 
-def limited(passes: int) -> tuple[torch.nn.Module, list]:
-    """The same model, which interrupts the run when it is called more than `passes` times."""
+def interrupted_at(index: int) -> tuple[torch.nn.Module, list]:
+    """The same model, which interrupts the run when it is called with this batch."""
     model, batches = factory()
-    calls: list[int] = []
 
-    def before(module: torch.nn.Module, args: tuple) -> None:
-        calls.append(0)
-        if len(calls) > passes:
+    def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.equal(kwargs["input_ids"], batches[index]["input_ids"]):
             raise KeyboardInterrupt
 
-    model.register_forward_pre_hook(before)
+    model.register_forward_pre_hook(before, with_kwargs=True)
     return model, batches
 
 
-def three_passes() -> tuple[torch.nn.Module, list]:
-    return limited(3)  # the excerpt and two of three batches
+def interrupted_at_the_last() -> tuple[torch.nn.Module, list]:
+    return interrupted_at(2)
 
 
-def two_passes() -> tuple[torch.nn.Module, list]:
-    return limited(2)  # the excerpt and the last batch
+def interrupted_at_the_second() -> tuple[torch.nn.Module, list]:
+    return interrupted_at(1)
 
 
 def test_an_interrupted_run_is_resumed_and_never_mixed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    out, specs = tmp_path / "out", [SPEC.replace("factory", name) for name in ("three_passes", "two_passes")]
+    out, specs = tmp_path / "out", [SPEC.replace("factory", f"interrupted_at_the_{x}") for x in ("last", "second")]
     assert main(["examine", specs[0], "-o", str(out)]) == 130
     assert not (out / "report.html").exists()
     assert len(list((out / ".unfinished").glob("batch-*.pt"))) == 2
     assert "another model, other inputs or other settings" in refused(capsys, out, SPEC, "--resume", "--seed", "1")
+    # the second batch was measured, and is not run again
     assert main(["examine", specs[1], "-o", str(out), "--resume", "--no-ablations"]) == 0
     assert json.loads((out / "report.json").read_text())["inputs"]["texts"] == 3
 

@@ -154,7 +154,9 @@ def test_texts_are_examined_like_the_batches_they_make(bert: torch.nn.Module) ->
     tokenizer, given = tokenizer_of(99), [words(20, 0), words(30, 1)]
     batches = [{"input_ids": torch.tensor([tokenizer(text)["input_ids"]])} for text in given]
     found, expected = examine(bert, texts=given, tokenizer=tokenizer), examine(bert, batches)
-    assert [r.measures for r in found.records] == [r.measures for r in expected.records]
+    for a, b in zip(found.records, expected.records, strict=True):
+        assert {name: a.measures[name] for name in b.measures} == dict(b.measures)
+        assert "delimiter_mass" in a.measures.keys() - b.measures.keys()  # of texts the tokens are known
     assert (found.inputs["shortest"], found.inputs["longest"]) == (22, 32)
     assert found.excerpt["tokens"] == ["[CLS]", *given[0].split(), "[SEP]"]
 

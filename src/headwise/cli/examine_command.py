@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headwise.examination.record import Examination, Record
     from headwise.models.inputs import Inputs
     from headwise.models.load import LoadedModel
+    from headwise.models.run import Batch
 
 
 def run(argv: list[str]) -> int:
@@ -92,7 +93,8 @@ def _examine(options: argparse.Namespace, partial: Path, command: str, processes
     loaded = shared.load(options)
     inputs = shared.make_inputs(options, loaded)
     tokenizer = _tokenizer(options, loaded, inputs)
-    cut = {n: [shortened(batch, n, tokenizer) for batch in inputs.batches] for n in _lengths(options, inputs)}
+    lengths = _lengths(options, inputs)
+    cut: dict[int, list[Batch]] = {n: [shortened(batch, n, tokenizer) for batch in inputs.batches] for n in lengths}
     if processes > 1:
         import torch.distributed as dist
 
@@ -204,18 +206,17 @@ def _print_heads(examination: Examination) -> None:
             *([_mean(record, "importance", ".2g")] if has_importance else []),
             f"{record.kind} {record.kind_counts[record.kind]}/{record.judged}",
             _mean(record, "effective_rank", ".0f"),
-            _mean(record, "output_error_64", ".1%"),
-            "; ".join([record.description, *record.traits]),
+            record.description + (f"; also {', '.join(record.traits)}" if record.traits else ""),
         )
         for record in chosen
     ]
     importance = ["importance"] if has_importance else []
-    headings = ("layer", "head", *importance, "kind", "eff. rank", "rank-64 error", "what it does")
+    headings = ("layer", "head", *importance, "kind", "effective rank", "what it does")
     print_table(title, headings, rows, words=("layer", "kind", "what it does"))
     items, counts = examination.words["items"], examination.inputs
     print_text(
         f"2/3 after a kind: on 2 of the 3 {items} that could be judged; {counts['spectra_texts']} of {counts['texts']} "
-        f"{items} have spectra, for ranks and errors"
+        f"{items} have spectra, for ranks"
     )
     if has_importance:
         unit = next(measure["unit"] for measure in examination.measures if measure["name"] == "importance")

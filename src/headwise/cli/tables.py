@@ -66,10 +66,13 @@ def make_table(
 def print_table(
     title: str | None, headings: Sequence[str], rows: Iterable[Sequence[str | Text]], **options: Any
 ) -> None:
-    """Print `make_table` of the same arguments."""
+    """Print `make_table` of the same arguments; a title that is wider than the table stays in one line."""
     from rich.console import Console
+    from rich.text import Text
 
-    table, console = make_table(title, headings, rows, **options), Console()
+    table, console = make_table(None, headings, rows, **options), Console()
+    if title is not None:
+        console.print(Text(title, style="italic"))
     needed = sum(column.min_width or 0 for column in table.columns) + GAP * (len(table.columns) - 1)
     Console(width=max(needed, console.width)).print(table)
 
@@ -77,8 +80,8 @@ def print_table(
 def print_text(text: str, *, indent: str = "", first: str | None = None) -> None:
     """Print a sentence in lines of at most the width of the terminal; `first` is before its first line."""
     begin = indent if first is None else first
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    print(textwrap.fill(text, terminal_width(), initial_indent=begin, subsequent_indent=indent, **options))
+    wrapper = textwrap.TextWrapper(terminal_width(), begin, indent, break_long_words=False, break_on_hyphens=False)
+    print(wrapper.fill(text))
 
 
 def terminal_width() -> int:

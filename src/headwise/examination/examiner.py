@@ -15,6 +15,7 @@ from headwise import outputs
 from headwise.errors import InputError
 from headwise.examination.measure.depth import with_depth
 from headwise.examination.measure.head_measures import MEASURES
+from headwise.examination.measure.importance import with_importance
 from headwise.examination.measure.observe import ExaminedSite, Measurement, observe
 from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
@@ -43,6 +44,8 @@ def examine(
     token_names: Callable[[Batch], list[list[str]]] | None = None,
     excerpt: str | Batch | None = None,
     ablations: bool = False,
+    importance: bool = False,
+    lengths: Sequence[int] = (),
     spectra_every: int = SPECTRA_EVERY,
     block_bytes: int | None = None,
     seed: int = 0,
@@ -64,6 +67,8 @@ def examine(
     token_names      strings for the positions of each sequence of a batch, for the excerpt and to tell delimiters
     excerpt          what the pictures of attention show: a text (with `tokenizer`) or a batch; default: the first input
     ablations        also measure collapse curves and path lengths on the first input, in float64 (see `with_depth`)
+    importance       also measure how much the answer changes without each head (see `with_importance`)
+    lengths          also judge the kinds on the texts cut to each of these lengths (see `with_lengths`)
     spectra_every    spectra are measured on batches 0, spectra_every, 2 spectra_every ...; 0: never
     block_bytes      memory that blocks of P may take; the default fits into the cache
     partial_results  a directory that keeps the result of each batch; an interrupted run resumes from it
@@ -72,6 +77,7 @@ def examine(
     If torch.distributed is initialised, the processes share the batches and each returns the whole result.
     """
     check_model(model)
+    cut: dict[int, list[Batch]] = {}
     if texts is not None or batches is None:
         if batches is not None or texts is None:
             given = "both" if batches is not None else "neither"
@@ -79,9 +85,14 @@ def examine(
         made = tokenized(model, texts, tokenizer, length=length, batch_size=batch_size)
         batches, token_names = made.batches, token_names or made.token_names
         inputs = {**made.description, **(inputs or {})}
+        cut = {n: list(tokenized(model, texts, tokenizer, length=n, batch_size=batch_size).batches) for n in lengths}
+    elif lengths:
+        raise InputError("lengths cuts texts=[…]; for batches call headwise.examination.with_lengths")
     elif length is not None or batch_size != 1 or (tokenizer is not None and not isinstance(excerpt, str)):
         raise InputError("tokenizer, length and batch_size are for texts=[…]; batches are taken as they are")
     check_batches(batches)
+    if importance and not isinstance(batches, Sequence):
+        batches = list(batches)  # they are needed twice
     check_weights(model)
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shown = excerpt_batch(model, excerpt, tokenizer)
@@ -105,7 +116,7 @@ def examine(
             if index == 0:
                 first = batch
             if index == 0 and rank == 0:
-                pictures = make_excerpt(model, batch if shown is None else shown, token_names)
+                pictures = make_excerpt(model, batch if shown is None else shown, token_names, own=shown is not None)
             if index % processes == rank:
                 file = None if partial_results is None else partial_results / f"batch-{index:06d}.pt"
                 run = run_key(weights, {**settings, "batch": hashes[-1], "index": index})
@@ -142,6 +153,12 @@ def examine(
         },
         excerpt=pictures,
     )
+    if importance and isinstance(batches, Sequence):
+        examination = with_importance(examination, model, batches)
+    if cut:
+        from headwise.examination.lengths import with_lengths  # which examines
+
+        examination = with_lengths(examination, model, cut, token_names=token_names)
     return with_depth(examination, model, first) if ablations else examination
 
 

@@ -102,7 +102,7 @@ class Examination:
         return f"Examination({self.model['name']}: {len(self.records)} heads, {mix}; {self.inputs_in_words()})"
 
     def _repr_html_(self) -> str:
-        from headwise.examination.report import notebook_html
+        from headwise.examination.report.notebook import notebook_html
 
         return notebook_html(self)
 

@@ -39,7 +39,7 @@ def tokenized(
     parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     return Inputs(
         [_batch(model, part, pad) for part in parts],
-        lambda batch: _names(tokenizer, batch),
+        lambda batch: [_names(tokenizer, ids) for ids in batch["input_ids"]],
         {"kind": "text", "length": max(len(row["input_ids"]) for row in rows)},
     )
 
@@ -123,9 +123,7 @@ def _id(tokenizer: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _names(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[list[str]]:
-    """The tokens of each text of a batch as strings, without padding."""
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    rows = ids.tolist() if mask is None else [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
+def _names(tokenizer: Any, ids: Tensor) -> list[str]:
+    """A string for every position, padding included."""
     convert = getattr(tokenizer, "convert_ids_to_tokens", None)
-    return [[str(token) for token in (row if convert is None else convert(row))] for row in rows]
+    return [str(token) for token in (ids.tolist() if convert is None else convert(ids.tolist()))]
