@@ -5,6 +5,7 @@ A measure of your own is one function, see `register_measure`.
 
 from __future__ import annotations
 
+from headwise.examination.advice import with_advice
 from headwise.examination.comparison import ExaminationComparison, HeadDifference, compare, compare_examinations
 from headwise.examination.examiner import examine
 from headwise.examination.lengths import with_lengths
@@ -41,6 +42,7 @@ __all__ = [
     "register_measure",
     "report_page",
     "unusual_heads",
+    "with_advice",
     "with_depth",
     "with_importance",
     "with_lengths",

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import InputError
+from headwise.examination.advice import with_advice
 from headwise.examination.measure.head_kinds import (
     KINDS,
     NEED_SPECTRUM,
@@ -89,7 +90,7 @@ def summarise(
         "longest": max(n[-1] for n in lengths),
         "digest": hashlib.sha256("".join(x.digest for x in measurements).encode()).hexdigest()[:16],
     }
-    return Examination(
+    examination = Examination(
         model=model,
         inputs={**inputs, **counts},
         measures=[measure.to_dict() for measure in MEASURES.values() if measure.name in known],
@@ -99,10 +100,11 @@ def summarise(
         records=records,
         layers={"names": first.blocks, **layers},
         redundancy=_mean([x.redundancy for x in measurements]).tolist(),
-        headline=_headline(records, layers, counts, _possible_ranks(measurements, with_spectra)),
+        headline=_headline(records, layers, {**inputs, **counts}),
         provenance=provenance,
         excerpt=excerpt,
     )
+    return with_advice(examination)
 
 
 def _measures_and_kind(
@@ -172,55 +174,45 @@ def _shares(counts: Mapping[str, int], texts: int) -> dict[str, float]:
     }
 
 
-def _headline(
-    records: Sequence[Record], layers: Mapping[str, list], inputs: Mapping[str, Any], possible_ranks: list[float]
-) -> list[str]:
-    """A few sentences about the whole model, each with the number of texts it comes from."""
+def _headline(records: Sequence[Record], layers: Mapping[str, list], inputs: Mapping[str, Any]) -> list[str]:
+    """A few sentences about the whole model, each with what it comes from; what to do about it is the advice."""
     texts, some = inputs["texts"], inputs["spectra_texts"]
+    text, token = {"images": ("image", "patch"), "audio": ("recording", "frame")}.get(
+        inputs.get("kind", ""), ("text", "token")
+    )
     counts = Counter(record.kind for record in records)
     mix = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
     low, high = inputs["shortest"], inputs["longest"]
-    tokens = f"{high} tokens" if low == high else f"{low} to {high} tokens"
-    lines = [f"{_count(len(records), 'head')}, judged on {_count(texts, 'text')} of {tokens}: {mix}."]
+    tokens = _count(high, token) if low == high else f"{low} to {_count(high, token)}"
+    lines = [f"{_count(len(records), 'head')}, judged on {_count(texts, text)} of {tokens}: {mix}."]
     fewer = sum(record.judged < texts for record in records)
     if fewer:
-        lines.append(f"The kind of {_count(fewer, 'head')} depends on spectra, which {some} of {texts} texts have.")
+        which = f"{some} of {_count(texts, text)} have"
+        lines.append(f"The kind of {_count(fewer, 'head')} depends on spectra, which {which}.")
     elif not some:
-        lines.append("No spectra were taken: heads of low rank count as broad or dense.")
+        lines.append("No spectra were taken: heads of low rank count as dense.")
+    unstable = sum(record.stability < 0.75 for record in records)
+    if unstable:
+        lines.append(
+            f"{_count(unstable, 'head')} had another kind on more than a quarter of the {_count(2, text)[2:]}."
+        )
     ranks = [record.measures["effective_rank"].mean for record in records if "effective_rank" in record.measures]
     if ranks:
-        few = sum(rank < most / 16 for rank, most in zip(ranks, possible_ranks, strict=True))
-        many = sum(rank > most / 2 for rank, most in zip(ranks, possible_ranks, strict=True))
         exactness = "exact" if inputs["spectra_exact"] else "upper estimates at this length"
-        lines.append(
-            f"Effective ranks ({_mean_over(some)}, {exactness}) range from {min(ranks):.0f} to {max(ranks):.0f}: "
-            f"{few} heads below n/16, {many} above n/2."
-        )
+        mean = f"of one {text}" if some == 1 else f"mean over {_count(some, text)}"
+        lines.append(f"Effective ranks ({mean}, {exactness}) range from {min(ranks):.0f} to {max(ranks):.0f}.")
     differences = layers.get("difference", [])
     if len(differences) > 1:
         lines.append(
-            f"Differences between tokens ({_mean_over(texts)}) make up {differences[0]:.0%} of the hidden state before "
-            f"the first layer and {differences[-1]:.0%} after the last."
+            f"Differences between {_count(2, token)[2:]} are {differences[0]:.0%} of the hidden state before the first "
+            f"layer and {differences[-1]:.0%} after the last."
         )
-    unstable = sum(record.stability < 0.75 for record in records)
-    if unstable:
-        lines.append(f"{_count(unstable, 'head')} had another kind on more than a quarter of the texts.")
     return lines
 
 
-def _possible_ranks(measurements: Sequence[Measurement], with_spectra: list[int]) -> list[float]:
-    """For every head, the largest rank that P can have: min(m, n), mean over the texts with spectra."""
-    texts = [[min(size) for size in measurements[index].lengths] for index in with_spectra]
-    heads = [i for i, site in enumerate(measurements[0].sites) for _ in range(site.heads)]
-    return [sum(text[site] for text in texts) / len(texts) for site in heads] if texts else []
-
-
 def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s' * (n != 1)}"
-
-
-def _mean_over(texts: int) -> str:
-    return "of one text" if texts == 1 else f"mean over {texts} texts"
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{n} {noun}{plural * (n != 1)}"
 
 
 def unusual_heads(records: Sequence[Record], count: int = 10) -> list[Record]:

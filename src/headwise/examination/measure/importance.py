@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, InputError
+from headwise.examination.advice import head_name, with_advice
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.record import Examination, Record, Statistic, statistic
 from headwise.models.intercept import intercept, nothing_seen, read_sdpa
@@ -61,7 +62,24 @@ def with_importance(
     unit = "nats" if trial.has_logits else "share"
     measure = {**MEASURES["importance"].to_dict(), "unit": unit}
     others = [x for x in examination.measures if x["name"] != "importance"]
-    return replace(examination, records=records, measures=[*others, measure])
+    found = replace(examination, records=records, measures=[*others, measure])
+    return with_advice(replace(found, headline=[*examination.headline, _sentence(found, values.shape[-1], unit)]))
+
+
+def _sentence(examination: Examination, texts: int, unit: str) -> str:
+    """Which heads the answer depends on most."""
+    records = sorted(examination.records, key=lambda record: -record.measures["importance"].mean)
+
+    def change(record: Record) -> str:
+        mean = record.measures["importance"].mean
+        return f"{mean:.2g} nats" if unit == "nats" else f"{mean:.1%}"
+
+    first = ", ".join(f"{head_name(examination, record)} ({change(record)})" for record in records[:3])
+    what = "prediction" if unit == "nats" else "final hidden state"
+    return (
+        f"Replaced by the mean of its output, a head changes the {what} by {change(records[len(records) // 2])} in the "
+        f"median ({'one text' if texts == 1 else f'mean over {texts} texts'}), and most of all {first}."
+    )
 
 
 def _with(record: Record, values: list[float]) -> Record:

@@ -112,7 +112,7 @@ def observe(
 
     with_repeated_tokens  another short pass, whose scores are numbers of the first sequence
     """
-    tokens = BatchTokens(batch, token_names(batch) if token_names is not None else None)
+    token_ids = BatchTokens(batch, token_names(batch) if token_names is not None else None)
     by_sequence: dict[int, list[_SiteMeasurement]] = {}
     unprojected: list[_SiteMeasurement] = []  # the last call's, until its output projection runs
     outputs: list[Tensor] = []
@@ -125,7 +125,7 @@ def observe(
             scores, v = sequence(call, b)
             sums = stream(scores, v, workspace=workspace)
             measured = _SiteMeasurement(_site(call, blocks), sums)
-            places = tokens.places(call, b, scores)
+            places = token_ids.places(call, b, scores)
             if places is not None:
                 measured.add_tokens(scores, sums, places, entries)
             if with_spectra:

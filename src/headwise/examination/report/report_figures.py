@@ -25,6 +25,9 @@ COLOURS = {
 }
 """Colours of Okabe & Ito, and some of Tol's, which most colour-blind readers can tell apart; also used on the page."""
 
+LETTERS = {"low rank": "R", "duplicate token": "T", "delimiter": ";", "retrieval": "F"}
+"""Where the initial of a kind is taken."""
+
 
 FIGURES = ("kinds", "effective-rank", "entropy", "collapse", "paths")
 
