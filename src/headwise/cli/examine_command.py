@@ -173,7 +173,7 @@ def _print(examination: Examination, files: list[Path]) -> None:
     for number, advice in enumerate(examination.advice, start=1):
         print_text(advice["text"], indent="    ", first=f"{number:>2}. ")
         if advice.get("command"):
-            print_text(advice["command"], indent="      ", first="    $ ")
+            print(f"    $ {advice['command']}")  # in one line, to be copied
     print("\nWhat was seen")
     for sentence in examination.headline:
         print_text(sentence, indent="    ", first="  · ")
