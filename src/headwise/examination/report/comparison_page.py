@@ -29,7 +29,7 @@ def write_comparison(
     *,
     force: bool = False,
 ) -> list[Path]:
-    """Write comparison.html and comparison.json in `directory`; a and b are examinations, or what `read_report` returns.
+    """Write comparison.html and comparison.json in `directory`; a and b are examinations, or come from `read_report`.
 
     An earlier comparison there is replaced with `force`; files that headwise did not write are never replaced.
     """
@@ -102,9 +102,7 @@ def _side(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _pairs(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[tuple[int, int]], dict[tuple[str, int], int]]:
     """Places of the shared heads in the records of both, and the number of the pair of each (layer, head)."""
     where = {(record["layer"], record["head"]): i for i, record in enumerate(b["records"])}
-    shared = [
-        (key, i) for i, record in enumerate(a["records"]) if (key := (record["layer"], record["head"])) in where
-    ]
+    shared = [(key, i) for i, record in enumerate(a["records"]) if (key := (record["layer"], record["head"])) in where]
     return [(i, where[key]) for key, i in shared], {key: number for number, (key, _) in enumerate(shared)}
 
 
@@ -142,5 +140,7 @@ def _sentences(found: ExaminationComparison, changes: list[HeadDifference]) -> l
         lines.append("One text on a side shows no spread, so there is no z: heads are sorted by relative change.")
     if found.unranked:
         names = ", ".join(name.replace("_", " ") for name in found.unranked)
-        lines.append(f"Without z, as measured on one text only: {names}. Examine with --spectra-every 1 to include them.")
+        lines.append(
+            f"Without z, as measured on one text only: {names}. Examine with --spectra-every 1 to include them."
+        )
     return lines

@@ -6,8 +6,8 @@ Two things are kept of the attention matrix P of a head:
     links   every single weight above a threshold, 8 bits a weight: round(255 sqrt(weight))
 
 Cell k of c cells over n positions covers floor(k n / c) … floor((k + 1) n / c) - 1.  A short text has a cell for every
-pair of tokens, and needs no links.  A longer one has at most 64 x 64 cells, which show smaller weights by their mean, and
-links for the strongest weights; the threshold is the lowest one at which the links of all heads fit into LINK_BYTES.
+pair of tokens, and needs no links.  A longer one has at most 64 x 64 cells, which show smaller weights by their mean,
+and links for the strongest weights; the threshold is the lowest at which the links of all heads fit into LINK_BYTES.
 The square root keeps small weights visible.
 """
 
@@ -48,7 +48,9 @@ BLOCK_ENTRIES = 1 << 20
 TokenNames = Callable[[Batch], list[list[str]]]
 
 
-def make_excerpt(model: nn.Module, batch: Batch, token_names: TokenNames | None, *, own: bool = False) -> dict[str, Any]:
+def make_excerpt(
+    model: nn.Module, batch: Batch, token_names: TokenNames | None, *, own: bool = False
+) -> dict[str, Any]:
     """Token names of the first sequence of the batch, and the maps and links of every head on it.
 
     own  the batch was chosen to be looked at, and is not the first of those that were examined
@@ -84,11 +86,11 @@ def make_excerpt(model: nn.Module, batch: Batch, token_names: TokenNames | None,
             maps=[_text(head) for head in image],
         )
         if stored is not None:
-            site["links"] = [stored.encode(first_head + h, min(site["queries"], stored.queries)) for h in range(len(top))]
+            site["links"] = [
+                stored.encode(first_head + h, min(site["queries"], stored.queries)) for h in range(len(top))
+            ]
         first_head += len(top)
-        of_queries, of_keys = _site_names(site, names, decoder_names)
-        if of_queries is not of_keys:
-            site.update(query_tokens=of_queries, key_tokens=of_keys)
+        site.update(_site_names(site, names, decoder_names))
     for site in sites:
         del site["kind"]
     found: dict[str, Any] = {"tokens": names, "own": own, "sites": sites}
@@ -133,7 +135,7 @@ class Links:
 
     def __init__(self, limit: int = LINK_BYTES) -> None:
         self.limit, self.queries, self.threshold = limit, LINKED_QUERIES, (0.5 / 255) ** 2  # weights that are not 0
-        self.heads = self._first = self._held = 0
+        self.heads = self._first = self._held = self._seen = 0
         self._parts: list[tuple[Tensor, Tensor]] = []  # (4, links) int: head, query, key; weights
 
     def next_site(self, heads: int) -> None:
@@ -141,6 +143,7 @@ class Links:
 
     def add(self, block: Tensor, start: int) -> None:
         """Weights (h, rows, n) of the queries start, start + 1, …"""
+        self._seen = max(self._seen, start + block.shape[-2])
         block = block[:, : max(0, self.queries - start)]
         places = (block > self.threshold).nonzero()
         weights = block[tuple(places.mT)]
@@ -152,12 +155,10 @@ class Links:
 
     def strongest(self) -> Links:
         """These links, as many as fit the limit: a byte for each query, and two for each link or a little more."""
-        self.queries = max(1, min(self.queries, self.limit // (4 * max(1, self.heads))))
+        self.queries = max(1, min(self.queries, self._seen, self.limit // (4 * max(1, self.heads))))
         places, weights = self._joined()
-        if len(weights):
-            kept = places[:, 1] < self.queries
-            self.queries = min(self.queries, int(places[:, 1].max()) + 1)
-            self._parts = [(places[kept], weights[kept])]
+        kept = places[:, 1] < self.queries
+        self._parts = [(places[kept], weights[kept])]
         self._keep(int((self.limit - self.heads * self.queries) / 2.05))
         places, weights = self._joined()
         order = ((places[:, 0].long() * self.queries + places[:, 1]) << 32 | places[:, 2]).argsort()
@@ -251,14 +252,12 @@ def _names(text: Batch, token_names: TokenNames | None) -> tuple[list[str], list
     return names, [] if ids is None else [str(x) for x in token_names({"input_ids": ids})[0]]
 
 
-def _site_names(site: Mapping[str, Any], names: list[str], of_decoder: list[str]) -> tuple[list[str], list[str]]:
-    """Names of the queries and of the keys of a site; empty where their number does not fit.  The same list for both,
-    if they are the names of the text."""
+def _site_names(site: Mapping[str, Any], names: list[str], of_decoder: list[str]) -> dict[str, list[str]]:
+    """query_tokens and key_tokens of a site, empty where their number does not fit; nothing if both are `names`."""
     in_decoder = bool(of_decoder) and (site["kind"] == "cross" or "decoder" in site["site"])
-    queries, keys = (of_decoder, of_decoder if site["kind"] == "self" else names) if in_decoder else (names, names)
-    if len(queries) == site["queries"] and len(keys) == site["keys"] and queries is names:
-        return names, names
-    return (
-        queries if len(queries) == site["queries"] else [],
-        keys if len(keys) == site["keys"] else [],
-    )
+    queries = of_decoder if in_decoder else names
+    keys = of_decoder if in_decoder and site["kind"] == "self" else names
+    fit = len(queries) == site["queries"], len(keys) == site["keys"]
+    if all(fit) and not in_decoder:
+        return {}
+    return {"query_tokens": queries if fit[0] else [], "key_tokens": keys if fit[1] else []}

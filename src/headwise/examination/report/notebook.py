@@ -22,7 +22,7 @@ SHOWN_HEADS = 8
 
 
 def notebook_html(examination: Examination) -> str:
-    """Advice (or the headline), a map of all heads by kind and a table of a few heads, as HTML and SVG without script."""
+    """Advice (or the headline), a map of all heads by kind and a table of some, as HTML and SVG without script."""
     facts = examination.to_dict()
     labels = site_labels([site["name"] for site in facts["sites"]])
     model = facts["model"]
@@ -108,7 +108,7 @@ def _legend(facts: Mapping[str, Any]) -> str:
 def _table(facts: Mapping[str, Any], labels: list[str]) -> str:
     """A few heads: of each advice, and of each kind."""
     units = {measure["name"]: measure.get("unit", "") for measure in facts["measures"]}
-    names = {measure["name"]: HEADINGS.get(measure["name"], measure["label"]) for measure in facts["measures"]}
+    names = {x["name"]: str(HEADINGS.get(x["name"], x["label"])) for x in facts["measures"]}
     columns = [name for name in first_columns(units) if name in facts["records"][0]["measures"]]
     cell, number = (f'style="text-align:{side};padding:.15em .6em;white-space:nowrap"' for side in ("left", "right"))
     head = "".join(
@@ -121,7 +121,8 @@ def _table(facts: Mapping[str, Any], labels: list[str]) -> str:
         record = facts["records"][i]
         kind = ", ".join([record["kind"], *record.get("traits", [])])
         numbers = "".join(
-            f"<td {number}>{_number(record['measures'].get(name, {}).get('mean'), units[name])}</td>" for name in columns
+            f"<td {number}>{_number(record['measures'].get(name, {}).get('mean'), units[name])}</td>"
+            for name in columns
         )
         rows.append(
             f"<tr><td {cell}>{escape(labels[record['site']])} · {record['head']}</td><td {cell}>{escape(kind)}</td>"

@@ -20,6 +20,9 @@ from headwise.output_directory import OutputDirectory, directory_for
 
 ASSETS = Path(__file__).parent / "assets"
 WORDS = {"item": "text", "items": "texts", "unit": "token", "units": "tokens"}
+REACH = 24
+"""The farthest offset of which the page shows the mean weight."""
+
 SHOWN_HEADS = 12
 """Heads that one piece of advice names on the page."""
 
@@ -112,9 +115,11 @@ def page_data(facts: Mapping[str, Any]) -> dict[str, Any]:
         "sites": [{**site, "label": label} for site, label in zip(facts["sites"], labels, strict=True)],
         "records": [_record(record) for record in facts["records"]],
         "telling": telling_heads(facts),
-        "redundancy": [[None if x is None else round(x, 2) for x in row] for row in facts["redundancy"]],
+        "similarity": _similarity(facts["redundancy"]),
         "kinds": {kind: {"colour": COLOURS[kind], "meaning": meaning} for kind, meaning in KINDS.items()},
-        **{name: facts.get(name, {}) for name in ("layers", "ablations", "paths", "excerpt", "by_length", "provenance")},
+        **{
+            name: facts.get(name, {}) for name in ("layers", "ablations", "paths", "excerpt", "by_length", "provenance")
+        },
     }
 
 
@@ -122,14 +127,16 @@ def telling_heads(facts: Mapping[str, Any], count: int = 8) -> list[int]:
     """Places in `records` of heads to look at first: one of each advice, then of each kind the one that adds most."""
     records = facts["records"]
     place = {(record["site"], record["head"]): i for i, record in enumerate(records)}
-    found = [place[tuple(head)] for entry in facts.get("advice", []) for head in entry["heads"][:1] if tuple(head) in place]
+    found = [
+        place[tuple(head)] for entry in facts.get("advice", []) for head in entry["heads"][:1] if tuple(head) in place
+    ]
 
     def size(i: int) -> float:
         measures = records[i]["measures"]
         statistic = measures.get("importance") or measures.get("contribution") or {}
         return statistic.get("mean") or 0.0
 
-    for kind in KINDS:
+    for kind in sorted(KINDS, key=lambda kind: kind == "uniform"):  # the least to see comes last
         found += sorted((i for i, record in enumerate(records) if record["kind"] == kind), key=size)[-1:]
     return list(dict.fromkeys(found))[:count]
 
@@ -140,7 +147,7 @@ def _page(facts: dict[str, Any]) -> str:
         data["plan"] = facts["plan"]
     return assembled_page(
         "report.html",
-        ("basics.js", "pictures.js", "table.js", "attention.js", "plan.js", "report.js"),
+        ("basics.js", "pictures.js", "table.js", "attention.js", "heads.js", "tokens.js", "plan.js", "report.js"),
         data,
         title=model["name"],
         subtitle=f"{model['class']}, {model['parameters']:,} parameters, {len(facts['records'])} heads; {basis(facts)}",
@@ -186,9 +193,21 @@ def _record(record: Mapping[str, Any]) -> dict[str, Any]:
             name: [*(_short(x.get(key)) for key in ("mean", "std", "min", "max")), x["texts"]]
             for name, x in record["measures"].items()
         },
-        "profile": [_short(x, 3) for x in record["profile"]],
+        "profile": [_short(x, 3) for x in _middle(record["profile"], 2 * REACH + 1)],
         "spectrum": [_short(x, 3) for x in record["spectrum"]],
     }
+
+
+def _middle(x: Sequence[float], count: int) -> Sequence[float]:
+    left_out = max(0, len(x) - count) // 2
+    return x[left_out : len(x) - left_out]
+
+
+def _similarity(matrix: Sequence[Sequence[float | None]]) -> str:
+    """The cosines below the diagonal, row by row: base64 of a byte each, round(250 cosine), 255 for None."""
+    below = (x for i, row in enumerate(matrix) for x in row[:i])
+    values = bytes(255 if x is None else round(250 * min(max(x, 0.0), 1.0)) for x in below)
+    return base64.b64encode(values).decode()
 
 
 def _short(x: float | None, digits: int = 4) -> float | None:
