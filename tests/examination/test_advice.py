@@ -43,9 +43,9 @@ def test_nothing_stands_out() -> None:
     ("change", "words"),
     [
         ({"best_offset_mass": 0.95}, "1 by one offset"),
-        ({"mass_within_16": 0.95}, "1 by a window of 33"),
-        ({"mass_within_16": 0.5, "first_mass": 0.49}, "1 by a window of 33 and the first key"),
-        ({"mass_within_64": 0.95}, "1 by a window of 129"),
+        ({"mass_within_16": 0.95}, "1 by a window of ±16"),
+        ({"mass_within_16": 0.5, "first_mass": 0.49}, "1 by a window of ±16 and the first key"),
+        ({"mass_within_64": 0.95}, "1 by a window of ±64"),
         ({"entropy_share": 0.995}, "1 by an average"),
         ({"toeplitz_error": 0.1}, "1 by a profile over offsets"),
         ({"output_error_64": 0.02}, "1 by rank 64"),
@@ -146,13 +146,24 @@ def test_a_planted_idle_head_is_found_by_its_importance() -> None:
     assert by_contribution["heads"] == [[1, 1]]
     piece = next(x for x in with_importance(examined, model, [batch]).advice if x["topic"] == "idle heads")
     assert piece["heads"] == [[1, 1]]
-    assert "changes by at most 0.00% on each of 1 texts (layer 1 head 1)" in piece["text"]
+    assert "changes by at most 0.00% on one text (layer 1 head 1)" in piece["text"]
+
+
+def test_an_idle_induction_head_is_kept() -> None:
+    """It does nothing on texts without repetitions, which says nothing of others."""
+    found = planned({"importance": 0.001}, {"importance": 0.002}, {"importance": 0.1}, {"importance": 0.1})
+    (piece,) = found.advice
+    assert piece["heads"] == [[0, 0], [0, 1]]
+    records = [replace(r, kind="induction") if r.head == 0 else r for r in found.records]
+    (piece,) = with_advice(replace(found, records=records)).advice
+    assert piece["heads"] == [[0, 1]]
+    assert "Not counted: layer 0 head 0, that follows repeated tokens" in piece["text"]
 
 
 def test_planted_heads_get_the_operator_that_fits() -> None:
     batches = [{"input_ids": planted_heads.text(256)}]
     cases = [(planted_heads.previous, "one offset"), (planted_heads.uniform, "an average")]
-    for planted, operator in [*cases, (planted_heads.local, "a window of 33")]:
+    for planted, operator in [*cases, (planted_heads.local, "a window of ±16")]:
         (piece,) = examine(planted_heads.Planted(planted), batches).advice
         assert f"1 of 1 head look replaceable by cheaper operators: 1 by {operator}." in piece["text"]
     (piece,) = examine(planted_heads.Planted(planted_heads.dense), batches).advice

@@ -139,3 +139,10 @@ def test_a_real_examination_counts_no_text_without_spectra() -> None:
         assert len(head.by_text["entropy"]) == head.measures["entropy"].texts == 5
         assert len(head.by_text["effective_rank"]) == head.measures["effective_rank"].texts == 2
     json.loads(found.to_json(), parse_constant=lambda x: pytest.fail(f"{x} in the JSON"))
+
+
+def test_images_and_recordings_are_called_so() -> None:
+    images = examination(text(LOW, n=197), text(LOW, n=197), kind="images")
+    assert images.headline[0].startswith("1 head, judged on 2 images of 197 patches: ")
+    (recording,) = (examination(text(n=1500), kind="audio").headline[:1],)
+    assert recording[0].startswith("1 head, judged on 1 recording of 1500 frames: ")

@@ -31,6 +31,9 @@ IDLE_CONTRIBUTION = 0.05
 IDLE_SINK, IDLE_SINK_CONTRIBUTION = 0.9, 0.25
 """The same for heads that give at least IDLE_SINK of their attention to one key."""
 
+RESTING = ("induction", "duplicate token")
+"""Kinds of heads that rest on a sink where nothing repeats: what they do on other texts is not seen on these."""
+
 DUPLICATE_COSINE = 0.95
 COLLAPSED = 0.2
 """Relative residual below which tokens are nearly equal."""
@@ -89,7 +92,9 @@ def _idle(x: Examination) -> Advice | None:
             continue
         for i in heads:
             on_sink = _mean(x.records[i], "sink_mass") >= IDLE_SINK
-            if sizes[i] <= median * (IDLE_SINK_CONTRIBUTION if on_sink else IDLE_CONTRIBUTION):
+            if x.records[i].kind not in RESTING and sizes[i] <= median * (
+                IDLE_SINK_CONTRIBUTION if on_sink else IDLE_CONTRIBUTION
+            ):
                 found[i] = sizes[i] / median
     if not found:
         return None
@@ -105,17 +110,21 @@ def _idle(x: Examination) -> Advice | None:
 def _unimportant(x: Examination, measured: Sequence[Record]) -> Advice | None:
     unit = next((m["unit"] for m in x.measures if m["name"] == "importance"), "share")
     limit = IDLE_IMPORTANCE.get(unit, IDLE_IMPORTANCE["share"])
-    idle = sorted((r for r in measured if _highest(r, "importance") < limit), key=lambda r: _mean(r, "importance"))
+    low = sorted((r for r in measured if _highest(r, "importance") < limit), key=lambda r: _mean(r, "importance"))
+    idle, resting = ([r for r in low if (r.kind in RESTING) == rests] for rests in (False, True))
     if not idle:
         return None
+    those = "that follows" if len(resting) == 1 else "that follow"
+    kept = f" Not counted: {_named(x, resting)}, {those} repeated tokens, of which there may be few." if resting else ""
     most = max(_highest(record, "importance") for record in idle)
     change = f"{most:.2g} nats" if unit == "nats" else f"{most:.2%}"
     answer = "prediction" if unit == "nats" else "final hidden state"
-    texts = idle[0].measures["importance"].texts
+    texts, noun = idle[0].measures["importance"].texts, _inputs(x)
+    where = f"one {noun[:-1]}" if texts == 1 else f"each of {texts} {noun}"
     text = (
         f"{_count(len(idle), 'head')} can each be replaced by a constant: with the mean of its output over tokens the "
-        f"{answer} changes by at most {change} on each of {texts} {_inputs(x)} ({_named(x, idle)}). One at a time: "
-        "removed together they may change more."
+        f"{answer} changes by at most {change} on {where} ({_named(x, idle)}). One at a time: removed together they "
+        f"may change more.{kept}"
     )
     return _piece("idle heads", text, idle)
 
@@ -144,7 +153,7 @@ def _cheap(x: Examination) -> Advice | None:
 def _operator(record: Record, site: Mapping[str, Any]) -> tuple[str, float] | None:
     """(the operator, its multiply-adds relative to exact attention) that the measures of a head suggest."""
     n = max(1, site["longest"])
-    if record.kind in ("induction", "duplicate token"):  # rests on a sink only where nothing repeats
+    if record.kind in RESTING:
         return None
     if _mean(record, "entropy_share") >= UNIFORM_ENTROPY and _mean(record, "visible_share") >= UNIFORM_ENTROPY:
         return "an average", 1 / n
@@ -155,10 +164,10 @@ def _operator(record: Record, site: Mapping[str, Any]) -> tuple[str, float] | No
         if 2 * keys > n:
             break
         if inside >= WINDOW_MASS:
-            return f"a window of {keys}", keys / n
+            return f"a window of ±{width}", keys / n
         # the first queries have the first key in their window already
         if inside + _mean(record, "first_mass") - (width + 1) / n >= WINDOW_MASS:
-            return f"a window of {keys} and the first key", (keys + 1) / n
+            return f"a window of ±{width} and the first key", (keys + 1) / n
     if _mean(record, "toeplitz_error") <= TOEPLITZ_ERROR:
         return "a profile over offsets", math.log2(n) / n
     rank = low_rank(n)

@@ -131,10 +131,14 @@ def _measures_and_kind(
     modes = {measure: _mode([x[measure] for x in alike]) for measure in kind.evidence if measure in discrete}
     means = {measure: sum(x[measure] for x in alike) / len(alike) for measure in kind.evidence if measure not in modes}
     both = {**every, **some}
+    traits = _traits(texts, lengths, name)
+    description = describe(kind, means, modes)
+    if kind.evidence[0].endswith("_score") and "sink" in traits:
+        description += f"; on these texts {statistic(every['sink_mass']).mean:.0%} of its attention goes to one token"
     return {
         "kind": name,
-        "traits": _traits(texts, lengths, name),
-        "description": describe(kind, means, modes),
+        "traits": traits,
+        "description": description,
         "evidence": {**means, **{measure: mode.value for measure, mode in modes.items()}},
         "evidence_texts": len(alike),
         "judged": judged,

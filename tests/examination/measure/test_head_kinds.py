@@ -113,6 +113,15 @@ def test_on_a_short_text_a_dense_head_is_not_local(n: int) -> None:
     assert record.kind != "local"
 
 
+def test_an_induction_head_that_rests_on_a_sink_says_so() -> None:
+    model = planted_heads.Planted(planted_heads.induction)
+    (record,) = examine(model, [{"input_ids": planted_heads.text()}]).records
+    first, second = record.description.split("; ")
+    assert first == "attends to what followed its token earlier (100% of its weight on random tokens repeated twice)"
+    assert second.startswith("on these texts 3")
+    assert second.endswith("% of its attention goes to one token")
+
+
 def test_induction_on_a_periodic_text_is_told_from_a_fixed_offset() -> None:
     """With a period of 48 both attend to the token 47 before; on other repeated tokens only one of them does."""
     text = {"input_ids": planted_heads.text(48).repeat(1, 2)}

@@ -214,10 +214,19 @@ class _Trial:
                 before, after = before[real[text]], after[real[text]]
             before, after = before.flatten(0, -2), after.flatten(0, -2)
         if self.has_logits and before.shape[-1] > 1:
-            p, other = before.double().log_softmax(-1), after.double().log_softmax(-1)
-            return (p.exp() * (p - other)).sum(-1).clamp(min=0).mean()
+            return _divergence(before, after)
         moved = torch.linalg.vector_norm((after - before).double(), dim=-1)
         return (moved / torch.linalg.vector_norm(before.double(), dim=-1).clamp(min=1e-30)).mean()
+
+
+def _divergence(before: Tensor, after: Tensor) -> Tensor:
+    """() mean over tokens of KL(softmax(before) || softmax(after)), in float64, some tokens at a time."""
+    rows, total = max(1, (1 << 22) // before.shape[-1]), torch.zeros((), dtype=torch.float64, device=before.device)
+    before, after = (x.reshape(-1, x.shape[-1]) for x in (before, after))
+    for a, b in zip(before.split(rows), after.split(rows), strict=True):
+        p, other = a.double().log_softmax(-1), b.double().log_softmax(-1)
+        total += (p.exp() * (p - other)).sum(-1).clamp(min=0).sum()
+    return total / len(before)
 
 
 def _mean_of_head(out: Tensor, head: int, kept: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,28 @@ class DelimiterWeights:
 
 
 @dataclass(frozen=True, eq=False)
+class _Pairs:
+    """Queries and keys of the three patterns, for some places of some tokens."""
+
+    i: Tensor  # (tokens, rows), 0 where filled
+    real: Tensor  # (tokens, rows), False where filled
+    j: Tensor  # (tokens, 3 width), 0 where there is no such key
+    hidden: Tensor  # (tokens, rows, 3 width), True where the pair does not belong to the pattern, or is not causal
+
+    @classmethod
+    def of(cls, i: Tensor, e: Tensor, n: int, ahead: int | None) -> _Pairs:
+        """i (tokens, rows) and e (tokens, width) are places of the same token, -1 where filled."""
+        shifted = torch.stack([e + shift for shift in PATTERNS.values()], dim=-2)
+        exists = ((shifted >= 0) & (shifted < n) & (e >= 0).unsqueeze(-2)).flatten(1).unsqueeze(-2)
+        other, query, j = e.unsqueeze(-2), i.unsqueeze(-1), shifted.flatten(1)
+        earlier = other < query
+        valid = torch.cat([other != query, earlier, earlier], dim=-1) & exists & (query >= 0)
+        if ahead is not None:
+            valid &= j.unsqueeze(-2) <= query + ahead
+        return cls(i.clamp(min=0), i >= 0, j.clamp(0, n - 1), ~valid)
+
+
+@dataclass(frozen=True, eq=False)
 class TokenPlaces:
     """The tokens of one text: their ids, the places of those that occur more than once, and which are delimiters."""
 
@@ -75,6 +97,14 @@ class TokenPlaces:
                 by_width.setdefault(width, []).append(torch.cat([order[start : start + count], filler]))
         return cls(ids, tuple(torch.stack(by_width[width]) for width in sorted(by_width)), delimiters)
 
+    def pairs(self, entries: int, ahead: int | None) -> Iterator[_Pairs]:
+        """All pairs, in parts of at most `entries`, and of one row at least; `ahead` if causal."""
+        for group in self.repeated:
+            width = group.shape[-1]
+            for e in group.split(max(1, entries // (width * width))):
+                for i in e.split(min(width, max(1, entries // width)), dim=-1):
+                    yield _Pairs.of(i, e, len(self.ids), ahead)
+
 
 class BatchTokens:
     """The tokens of a batch, for the attention calls whose keys they are."""
@@ -95,16 +125,22 @@ class BatchTokens:
         if ids is None or call.kind != "self" or ids.shape != (len(call.k), call.k.shape[-2]) or m != n:
             return None
         row, kept = ids[b], _attended_keys(call.mask.index(b))
-        names = None if self.names is None or len(self.names[b]) != len(row) else self.names[b]
-        delimiters = None if names is None else delimiter_tokens(names)
-        if kept is not None:
-            row, delimiters = row[kept], None if delimiters is None else delimiters[kept]
+        row = row if kept is None else row[kept]
         if len(row) != n:
             return None
-        key = (b, *row.tolist())
+        key = (decoder, b, *row.tolist())
         if key not in self._places:
-            self._places[key] = TokenPlaces.of(row, delimiters)
+            delimiters = self._delimiters(ids, b)
+            cut = delimiters if delimiters is None or kept is None else delimiters[kept]
+            self._places[key] = TokenPlaces.of(row, cut)
         return self._places[key]
+
+    def _delimiters(self, ids: Tensor, b: int) -> Tensor | None:
+        """Which tokens of sequence b are delimiters; None if their names, those of input_ids, are not known."""
+        if self.names is None or len(self.names[b]) != ids.shape[1]:
+            return None
+        same = torch.equal(ids, self.ids["input_ids"])
+        return delimiter_tokens(self.names[b]).to(ids.device) if same else None
 
 
 def token_weights(
@@ -121,27 +157,22 @@ def token_weights(
     """
     h, _, n = scores.shape
     mass, keys = log_sum_exp.new_zeros(h, 3, n), log_sum_exp.new_zeros(h, 3, n)
-    q, k = scores.q.float(), scores.k.float()
-    for group in places.repeated:
-        width = group.shape[-1]
-        at_once = max(1, entries // (3 * h * width * width))
-        rows = width if at_once > 1 else max(1, min(width, entries // (3 * h * width)))
-        for e in group.split(at_once):
-            for i in e.split(rows, dim=-1):
-                pairs = _pairs(i, e, n)
-                s = scores.scale * (q[:, i] @ k[:, pairs.j].mT)  # (h, tokens, rows, 3 width)
-                allowed, bias = _mask_at(scores.mask, pairs.i, pairs.j)
-                s = s if bias is None else s + bias
-                allowed = pairs.valid if allowed is None else allowed & pairs.valid
-                p = (s - log_sum_exp[:, i].unsqueeze(-1)).exp().masked_fill(~allowed, 0)
-                real, split = i >= 0, (3, width)
-                mass[..., i[real]] = p.unflatten(-1, split).sum(-1)[:, real].mT
-                keys[..., i[real]] = allowed.unflatten(-1, split).sum(-1).float().expand(h, *i.shape, 3)[:, real].mT
-    visible = scores.mask.counts().clamp(min=1)
+    q, k, mask = scores.q.float() * scores.scale, scores.k.float(), scores.mask
+    for pairs in places.pairs(entries // (3 * h), mask.ahead):
+        i, width = pairs.i, pairs.j.shape[-1] // 3
+        s = q[:, i] @ k[:, pairs.j].mT  # (h, tokens, rows, 3 width)
+        if mask.attn_bias is not None:
+            s = s + _at(mask.attn_bias, pairs).float()
+        hidden = pairs.hidden if mask.visible is None else pairs.hidden | ~_at(mask.visible, pairs)
+        p = s.sub_(log_sum_exp[:, i].unsqueeze(-1)).exp_().masked_fill_(hidden, 0)
+        place, real = i[pairs.real], pairs.real
+        mass[..., place] = p.unflatten(-1, (3, width)).sum(-1)[:, real].mT
+        count = width - hidden.unflatten(-1, (3, width)).sum(-1)
+        keys[..., place] = count.float().expand(h, *i.shape, 3)[:, real].mT
+    visible = mask.counts().clamp(min=1)
     if second_half:
         mass, keys, visible = mass[..., n // 2 :], keys[..., n // 2 :], visible[..., n // 2 :]
-    has = keys > 0
-    queries = has.sum(-1).double()
+    queries = (keys > 0).sum(-1).double()
     means = (mass.double().sum(-1) / queries, (keys / visible.unsqueeze(-2)).double().sum(-1) / queries)
     return TokenWeights(*({name: mean[:, at] for at, name in enumerate(PATTERNS)} for mean in means))
 
@@ -193,37 +224,9 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 
-@dataclass(frozen=True, eq=False)
-class _Pairs:
-    """Queries i and keys j of the three patterns, and which of these pairs belong to it."""
-
-    i: Tensor  # (tokens, rows, 1), 0 where filled
-    j: Tensor  # (tokens, 3 width), 0 where there is no such key
-    valid: Tensor  # (tokens, rows, 3 width)
-
-
-def _pairs(i: Tensor, e: Tensor, n: int) -> _Pairs:
-    """i (tokens, rows) and e (tokens, width) are places of the same token."""
-    shifted = torch.stack([e + shift for shift in PATTERNS.values()], dim=-2)
-    exists = ((shifted >= 0) & (shifted < n) & (e >= 0).unsqueeze(-2)).flatten(1).unsqueeze(-2)
-    other, query = e.unsqueeze(-2), i.unsqueeze(-1)
-    earlier = other < query
-    valid = torch.cat([other != query, earlier, earlier], dim=-1) & exists & (query >= 0)
-    return _Pairs(query.clamp(min=0), shifted.flatten(1).clamp(0, n - 1), valid)
-
-
-def _mask_at(mask: Mask, i: Tensor, j: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(which pairs the mask allows, its additive bias there); each broadcasts to (h, tokens, rows, keys)."""
-    j = j.unsqueeze(-2)
-
-    def at(x: Tensor) -> Tensor:
-        return x[..., i if x.shape[-2] > 1 else 0, j]
-
-    allowed = None if mask.visible is None else at(mask.visible)
-    if mask.ahead is not None:
-        causal = j <= i + mask.ahead
-        allowed = causal if allowed is None else allowed & causal
-    return allowed, None if mask.attn_bias is None else at(mask.attn_bias).float()
+def _at(x: Tensor, pairs: _Pairs) -> Tensor:
+    """x (…, m or 1, n) at the pairs: (…, tokens, rows, 3 width)."""
+    return x[..., pairs.i.unsqueeze(-1) if x.shape[-2] > 1 else 0, pairs.j.unsqueeze(-2)]
 
 
 def _attended_keys(mask: Mask) -> Tensor | None:
