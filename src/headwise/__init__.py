@@ -43,6 +43,7 @@ _NAMES = {
     ],
     "headwise.convolution": ["convert"],
     "headwise.examination": ["Examination", "compare", "examine"],
+    "headwise.examination.monitor": ["Monitor", "MonitorCallback"],
     "headwise.growth": ["Grower"],
     "headwise.ledger": ["Ledger", "verify"],
     "headwise.models": ["Receipt"],
@@ -77,6 +78,8 @@ if TYPE_CHECKING:
     from headwise.examination import Examination as Examination
     from headwise.examination import compare as compare
     from headwise.examination import examine as examine
+    from headwise.examination.monitor import Monitor as Monitor
+    from headwise.examination.monitor import MonitorCallback as MonitorCallback
     from headwise.growth import Grower as Grower
     from headwise.ledger import Ledger as Ledger
     from headwise.ledger import verify as verify

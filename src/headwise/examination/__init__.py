@@ -14,6 +14,7 @@ from headwise.examination.measure.head_measures import HeadProjection, Measure, 
 from headwise.examination.measure.importance import with_importance
 from headwise.examination.measure.spectra import HeadSpectrum
 from headwise.examination.measure.streaming import HeadSums
+from headwise.examination.monitor import Alarm, AlarmRules, History
 from headwise.examination.record import Examination, Mode, Record, Statistic
 from headwise.examination.report.comparison_page import comparison_page, write_comparison
 from headwise.examination.report.notebook import notebook_html
@@ -22,12 +23,15 @@ from headwise.examination.report_file import read_report
 from headwise.examination.summary import unusual_heads
 
 __all__ = [
+    "Alarm",
+    "AlarmRules",
     "Examination",
     "ExaminationComparison",
     "HeadDifference",
     "HeadProjection",
     "HeadSpectrum",
     "HeadSums",
+    "History",
     "Measure",
     "Mode",
     "Record",
