@@ -137,7 +137,7 @@ def _tokenizer(options: argparse.Namespace, loaded: LoadedModel, inputs: Inputs)
         return None
     if inputs.description["kind"] not in ("text", "random tokens"):
         raise InputError(f"{needed} is for texts, but these inputs are {inputs.description['kind']}; leave it out")
-    from headwise.models.inputs import _tokenizer as tokenizer_of
+    from headwise.models.inputs import tokenizer_of
 
     return tokenizer_of(loaded)
 

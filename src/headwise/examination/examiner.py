@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headwise import outputs
 from headwise.errors import InputError
+from headwise.examination.advice import with_advice
 from headwise.examination.measure.depth import with_depth
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.importance import with_importance
@@ -21,9 +22,12 @@ from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, versions, weights_hash
+from headwise.models.inputs import words_of
+from headwise.models.intercept import uncompiled
 from headwise.models.partial_files import load_partial, log_damaged, save_partial
-from headwise.models.run import Batch, as_it_was, check_batch
+from headwise.models.run import Batch, as_it_was, check_batch, first_sequence
 from headwise.models.tokenized import tokenized
+from headwise.models.unseen import unseen_attention
 from headwise.operators._kernels import limits
 
 SPECTRA_EVERY = 8
@@ -77,6 +81,7 @@ def examine(
     If torch.distributed is initialised, the processes share the batches and each returns the whole result.
     """
     check_model(model)
+    model = uncompiled(model)
     cut: dict[int, list[Batch]] = {}
     if texts is not None or batches is None:
         if batches is not None or texts is None:
@@ -99,6 +104,7 @@ def examine(
     measured: dict[int, list[Measurement]] = {}
     pictures: dict[str, Any] = {}
     first: Batch | None = None
+    unseen: list[dict[str, str]] = []
     # scores, exponentials, the padded block and temporaries: four floats for each entry of P
     entries = limits.CACHE_ENTRIES if block_bytes is None else max(1 << 12, block_bytes // 16)
     weights = weights_hash(model)
@@ -117,6 +123,7 @@ def examine(
                 first = batch
             if index == 0 and rank == 0:
                 pictures = make_excerpt(model, batch if shown is None else shown, token_names, own=shown is not None)
+                unseen = unseen_attention(model, first_sequence(batch))
             if index % processes == rank:
                 file = None if partial_results is None else partial_results / f"batch-{index:06d}.pt"
                 run = run_key(weights, {**settings, "batch": hashes[-1], "index": index})
@@ -141,7 +148,7 @@ def examine(
     examination = summarise(
         [x for index in sorted(measured) for x in measured[index]],
         model=_describe(model, name),
-        inputs={"batches": len(measured), **(inputs or {})},
+        inputs={"batches": len(measured), "words": words_of(first), **(inputs or {})},
         provenance={
             "schema": SCHEMA,
             "run": run_key(weights, {**settings, "batches": hashes}),
@@ -153,6 +160,7 @@ def examine(
         },
         excerpt=pictures,
     )
+    examination = with_advice(replace(examination, unseen=unseen))
     if importance and isinstance(batches, Sequence):
         examination = with_importance(examination, model, batches)
     if cut:

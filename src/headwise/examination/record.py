@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import InputError, needs_extra
+from headwise.models.inputs import TEXT_WORDS
 from headwise.outputs import valid_text
 
 SCHEMA = 3
-WORDS = {"item": "text", "items": "texts", "unit": "token", "units": "tokens"}
-"""What one input and its positions are called, unless `inputs["words"]` says otherwise: images have patches."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Examination:
     @property
     def words(self) -> Mapping[str, str]:
         """What one input and one position are called: item, items, unit, units."""
-        return {**WORDS, **(self.inputs.get("words") or {})}
+        return self.inputs.get("words") or TEXT_WORDS
 
     def inputs_in_words(self) -> str:
         """Such as "16 texts of 512 tokens"; images and recordings are called so."""

@@ -71,6 +71,11 @@ def map_batch(change: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     return [change(x) if isinstance(x, Tensor) else x for x in batch]
 
 
+def placed(batch: Batch, device: torch.device | str | None, dtype: torch.dtype | None) -> Batch:
+    """The batch on `device`, floating-point tensors in `dtype`; None leaves either as it is."""
+    return map_batch(lambda x: x.to(device, dtype if x.is_floating_point() else None), batch)
+
+
 def first_sequence(batch: Batch, dtype: torch.dtype | None = None) -> Batch:
     """The first sequence as a batch of one; floating-point tensors in `dtype` if given."""
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.models.gate import one_line
-from headwise.models.inputs import Inputs, max_positions
-from headwise.models.inputs import _special_tokens as special_tokens
+from headwise.models.inputs import Inputs, max_positions, special_tokens
 
 LEAST_TOKENS = 4
 """A shorter text has too few tokens for its attention to say anything."""

@@ -27,6 +27,7 @@ from headwise.examination.measure.token_patterns import (
     delimiter_weights,
     token_weights,
 )
+from headwise.examination.measure.windows import over_windows
 from headwise.models.fingerprint import batch_hash
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
 from headwise.models.run import Batch, OwnHook, blocks_of, hidden_states, run_model
@@ -94,7 +95,7 @@ class _SiteMeasurement:
     def add_projection(self, weight: Tensor) -> None:
         """Measures of P V W_O; weight is W_O (h d, width)."""
         h, d, _ = self.output_gram.shape
-        split = weight.detach().float().reshape(h, d, -1)
+        split = weight.detach().cpu().float().reshape(h, d, -1)
         self.numbers.update(evaluate(HeadProjection(self.output_gram, split)))
 
 
@@ -130,7 +131,7 @@ def observe(
                 measured.add_tokens(scores, sums, places, entries)
             if with_spectra:
                 measured.add_spectra(scores, sums.output, generator)
-            by_sequence.setdefault(b, []).append(measured)
+            by_sequence.setdefault(b // call.windows, []).append(measured)
             unprojected.append(measured)
             if _is_plain(call):
                 outputs.append(sums.output)
@@ -150,7 +151,7 @@ def observe(
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, lambda x: [_layer_measures(one) for one in x], states),
+        hidden_states(blocks, lambda x: [_layer_measures(one.cpu()) for one in x], states),
         _output_projections(model, unprojected),
         intercept(model, see, answer=answer),
     ):
@@ -163,18 +164,19 @@ def observe(
             if measured.site.name in repeated:
                 measured.numbers.update(evaluate(repeated[measured.site.name]))
     digest = batch_hash(batch)
-    return [_measurement(b, sites, states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
+    return [_measurement(b, over_windows(sites), states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 
 
 def _is_plain(call: AttentionCall) -> bool:
-    """Float32 with no mask but causality: the measured output is what the model would compute, to rounding."""
+    """Float32 on the CPU with no mask but causality: the measured output is what the model computes, to rounding."""
     mask = call.mask
     unmasked = mask.visible is None and mask.attn_bias is None and (mask.ahead or 0) >= 0
-    return call.q.dtype == torch.float32 == call.v.dtype and unmasked
+    return call.q.device.type == "cpu" and call.q.dtype == torch.float32 == call.v.dtype and unmasked
 
 
 def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
     """Scores and values of sequence b without padding: keys that no query attends to, and the same queries."""
+    call = call.measurable
     q, k, v, mask = call.q[b], call.k[b], call.v[b], call.mask.index(b)
     if mask.visible is not None:
         keys = mask.visible.any(dim=-2).any(dim=0)
