@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwise.linalg.krylov import singular_vectors
 from headwise.linalg.spectrum import Spectrum
+from headwise.operators._kernels.native.eigenvalue_shares import eigenvalue_shares
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.softmax import Softmax
 
@@ -75,16 +76,16 @@ def _all_values(scores: Scores, output: Tensor) -> tuple[Tensor, Tensor]:
     """All singular values, and the share of ||P V||^2 that each left vector carries, from the smaller Gram matrix."""
     p, output = Softmax(scores.to(torch.float64)).dense(), output.double()
     if p.shape[0] <= p.shape[1]:
-        squares, left = torch.linalg.eigh(p @ p.mT)
-        carried = (left.mT @ output).square().sum(-1)
+        squares, carried = eigenvalue_shares(p @ p.mT, output)
     else:
         squares, right = torch.linalg.eigh(p.mT @ p)
         # sigma_i u_i = P v_i; a direction with sigma = 0 carries nothing of P V
         images = p @ right
         lengths = torch.linalg.vector_norm(images, dim=0).clamp(min=1e-300)
         carried = ((images.mT @ output) / lengths.unsqueeze(-1)).square().sum(-1)
-    order = squares.argsort(descending=True)
-    return squares[order].clamp(min=0).sqrt(), carried[order] / output.square().sum().clamp(min=1e-300)
+        order = squares.argsort(descending=True)
+        squares, carried = squares[order], carried[order]
+    return squares.clamp(min=0).sqrt(), carried / output.square().sum().clamp(min=1e-300)
 
 
 def _leading_values(scores: Scores, output: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

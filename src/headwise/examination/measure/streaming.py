@@ -8,7 +8,8 @@ For E = exp(S - max) and Z = E 1, a block of rows gives in a few sweeps
     c_j        = sum_i P_ij                                       what key j receives
     O          = P V
 
-At most `limits.CACHE_ENTRIES` entries of P exist at a time.  `head_measures` makes numbers of the sums.
+At most `limits.CACHE_ENTRIES` entries of P exist at a time.  A query that attends to no key has a row of zeros.  The
+compiled kernel `head_statistics` gathers the same where it is usable.  `head_measures` makes numbers of the sums.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.operators._kernels import limits
+from headwise.operators._kernels.native.head_statistics import head_statistics
 from headwise.operators._kernels.scores import Scores
 
 REACH = 64
@@ -41,11 +43,11 @@ class HeadSums:
     entropy: Tensor  # (h, m) H_i
     row_maximum: Tensor  # (h, m) max_j P_ij
     row_squares: Tensor  # (h, m) sum_j P_ij^2
-    log_sum_exp: Tensor  # (h, m) log sum_j exp S_ij, so that P_ij = exp(S_ij - log_sum_exp_i) for any pair
+    log_sum_exp: Tensor  # (h, m) log sum_j exp S_ij, so that P_ij = exp(S_ij - log_sum_exp_i); -inf without keys
     largest_score: Tensor  # (h,) max_ij S_ij
     received: Tensor  # (h, n) c_j / m, the mean weight that key j receives
     diagonals: Tensor  # (h, m + n - 1) t_delta for delta = -(m - 1) ... n - 1, float64
-    visible: Tensor  # (h, m) or broadcast: number of keys that query i may attend to
+    visible: Tensor  # (h, m) number of keys that query i may attend to
     output: Tensor  # (h, m, d) P V
     values: Tensor  # (h, n, d) V
     sampled_rows: Tensor  # (h, <= SAMPLED_ROWS, <= SKETCH) rows of P
@@ -78,6 +80,11 @@ class HeadSums:
         """(h, m + n - 1) t_delta^2 / length: what the best constant on each diagonal explains of ||P||_F^2."""
         lengths = torch.minimum(self.offsets + self.m, self.n - self.offsets)
         return self.diagonals.square() / lengths.clamp(max=float(min(self.m, self.n)))
+
+    @cached_property
+    def sorted_entropy(self) -> Tensor:
+        """(h, m) H_i in ascending order, for quantiles."""
+        return self.entropy.sort(-1).values
 
     def mass_at(self, offset: int) -> Tensor:
         """(h,) mean weight at one offset; zero if no pair of tokens is that far apart."""
@@ -131,11 +138,32 @@ class Workspace:
 
 def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> HeadSums:
     """The sums of one text: q (h, m, k), k (h, n, k), v (h, n, d)."""
-    workspace = workspace or Workspace()
-    q, k, v = scores.q.float(), scores.k.float().contiguous(), v.float().contiguous()
-    scores = Scores(q, k, scores.scale, scores.mask)
+    v = v.float().contiguous()
+    scores = Scores(scores.q.float(), scores.k.float(), scores.scale, scores.mask)
+    m = scores.m
+    sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long()
+    found = head_statistics(scores, v, sampled)
+    if found is None:
+        return _stream(scores, v, sampled.tolist(), workspace or Workspace())
+    return HeadSums(
+        entropy=found.entropy,
+        row_maximum=found.row_maximum,
+        row_squares=found.row_squares,
+        log_sum_exp=found.log_sum_exp,
+        largest_score=found.peak.amax(-1),
+        received=(found.received / m).float(),
+        diagonals=found.diagonals,
+        visible=scores.mask.counts().float().expand(scores.shape[:-1]),
+        output=found.output,
+        values=v,
+        sampled_rows=_sketched(found.sample),
+    )
+
+
+def _stream(scores: Scores, v: Tensor, sampled: list[int], workspace: Workspace) -> HeadSums:
+    """The same from torch calls."""
+    scores = Scores(scores.q, scores.k.contiguous(), scores.scale, scores.mask)
     h, m, n = scores.shape
-    sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long().tolist()
     peak, z, dot, norm = (_empty(h, m) for _ in range(4))
     received, diagonals = v.new_zeros(h, n), v.new_zeros(h, m + n - 1)
     output, visible, sample = _empty(h, m, v.shape[-1]), _empty(h, m), v.new_zeros(h, len(sampled), n)
@@ -149,7 +177,9 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
         p, skewed = workspace.skewed_block(h, rows, columns)
         peak[:, block] = highest = _finite_scores(part, s).amax(-1)
         torch.exp(s.sub_(highest.unsqueeze(-1)), out=e)
-        z[:, block] = total = e.sum(-1)
+        if part.mask.visible is not None or part.mask.attn_bias is not None:
+            e.masked_fill_((highest <= limits.HIDDEN).unsqueeze(-1), 0)
+        z[:, block] = total = e.sum(-1).clamp_(min=1)  # it is at least 1, or a row of zeros
         dot[:, block] = s.mul_(e).sum(-1)
         norm[:, block] = torch.linalg.vector_norm(e, dim=-1)
         output[:, block] = e @ v[:, :columns]
@@ -161,11 +191,12 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
         for place, i in enumerate(sampled):
             if start <= i < stop:
                 sample[:, place, :columns] = p[:, i - start]
+    empty = peak <= limits.HIDDEN
     return HeadSums(
         entropy=z.log() - dot / z,
-        row_maximum=1 / z,
+        row_maximum=(1 / z).masked_fill_(empty, 0),
         row_squares=(norm / z).square(),
-        log_sum_exp=peak + z.log(),
+        log_sum_exp=(peak + z.log()).masked_fill_(empty, -math.inf),
         largest_score=peak.amax(-1),
         received=received / m,
         diagonals=diagonals.double(),
@@ -178,9 +209,9 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
 
 def _finite_scores(part: Scores, out: Tensor) -> Tensor:
     s = torch.baddbmm(out, part.q, part.k.mT, beta=0, alpha=part.scale, out=out)
-    if part.mask.attn_bias is not None:
-        s += part.mask.attn_bias
     # -inf would give NaN where it is multiplied by an exponential of zero
+    if part.mask.attn_bias is not None:
+        s.add_(part.mask.attn_bias).clamp_(min=limits.HIDDEN)
     return s if part.mask.visible is None else s.masked_fill_(~part.mask.visible, limits.HIDDEN)
 
 
