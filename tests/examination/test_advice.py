@@ -35,7 +35,7 @@ def topics(found: Examination) -> list[str]:
 def test_nothing_stands_out() -> None:
     found = planned()
     assert topics(found) == ["nothing stands out"]
-    assert "512 positions" in found.advice[0]["text"]
+    assert "512 tokens" in found.advice[0]["text"]
     assert found.advice[0]["heads"] == []
 
 
@@ -78,6 +78,11 @@ def test_a_rank_is_no_candidate_in_a_decoder_nor_a_wide_window_in_a_short_text()
     causal = with_advice(replace(found, sites=[{**found.sites[0], "causal": True}]))
     assert topics(causal) == ["nothing stands out"]
     assert topics(planned({"mass_within_16": 0.99}, n=40)) == ["nothing stands out"]
+
+
+def test_offsets_between_two_sequences_are_no_evidence() -> None:
+    found = planned({"best_offset_mass": 0.95})
+    assert topics(with_advice(replace(found, sites=[{**found.sites[0], "kind": "cross"}]))) == ["nothing stands out"]
 
 
 def test_an_induction_head_on_a_sink_is_not_called_replaceable() -> None:

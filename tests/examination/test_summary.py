@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.examination import Record, examine
+from headwise.examination import Record, examine, with_advice
 from headwise.examination.measure.observe import Measurement
 from headwise.examination.record import Mode
+from headwise.models.inputs import IMAGE_WORDS
 from tests.examination.measured import examination, text
 from tests.models.tiny_models import ALL, sharpen
 
@@ -141,8 +142,23 @@ def test_a_real_examination_counts_no_text_without_spectra() -> None:
     json.loads(found.to_json(), parse_constant=lambda x: pytest.fail(f"{x} in the JSON"))
 
 
-def test_images_and_recordings_are_called_so() -> None:
-    images = examination(text(LOW, n=197), text(LOW, n=197), kind="images")
+def test_images_are_called_so() -> None:
+    images = examination(text(LOW, n=197), text(LOW, n=197), kind="images", words=IMAGE_WORDS)
     assert images.headline[0].startswith("1 head, judged on 2 images of 197 patches: ")
-    (recording,) = (examination(text(n=1500), kind="audio").headline[:1],)
-    assert recording[0].startswith("1 head, judged on 1 recording of 1500 frames: ")
+    assert "Nothing stands out on these images of 197 patches" in with_advice(images).advice[0]["text"]
+
+
+def test_a_trait_holds_on_half_of_the_texts() -> None:
+    near = {"distant_mass": 0.1}
+    assert record(text(**SINK, **near), text(**SINK)).traits == ["near"]
+    assert record(text(**SINK, **near), text(**SINK), text(**SINK)).traits == []
+    # a rank is a trait on half of the texts that have a spectrum
+    assert record(text(LOW, **SINK), text(HIGH, **SINK), text(**SINK), text(**SINK)).traits == ["low rank"]
+    assert record(text(**SINK), text(HIGH, **SINK)).traits == []
+
+
+def test_a_score_on_repeated_tokens_counts_on_every_text() -> None:
+    """It was measured beside the first text only."""
+    found = record(text(induction_score=0.8), text(**SINK), text(**SINK))
+    assert (found.kind, found.stability, found.traits) == ("induction", 1, ["sink"])
+    assert found.measures["induction_score"].texts == 1

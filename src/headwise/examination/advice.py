@@ -19,6 +19,7 @@ from typing import Any
 
 from headwise.examination.measure.head_kinds import SINK_MASS, low_rank
 from headwise.examination.record import Examination, Record
+from headwise.models.inputs import TEXT_WORDS
 
 FLOAT16_LIMIT = 65504
 BFLOAT16_SCORE = 256
@@ -40,6 +41,9 @@ COLLAPSED = 0.2
 
 OFFSET_MASS, WINDOW_MASS, TOEPLITZ_ERROR, UNIFORM_ENTROPY, LOW_RANK_ERROR = 0.9, 0.9, 0.2, 0.99, 0.05
 """Evidence for a cheap operator: stricter than for a kind, which says what a head mostly does."""
+
+SAVING = 0.02
+"""Share of the multiply-adds of attention below which cheap operators are not worth a sentence."""
 
 Advice = dict[str, Any]
 
@@ -101,7 +105,7 @@ def _idle(x: Examination) -> Advice | None:
     records = [x.records[i] for i in sorted(found, key=lambda i: found[i])]
     text = (
         f"{_count(len(records), 'head')} add{'s' * (len(records) == 1)} at most {max(found.values()):.0%} of what the "
-        f"median head of the layer adds to the residual stream on these {_inputs(x)} ({_named(x, records)}). "
+        f"median head of the layer adds to the residual stream on these {_words(x)['items']} ({_named(x, records)}). "
         "Candidates for removal; `--importance` measures how much the answer depends on each head."
     )
     return _piece("idle heads", text, records, _command(x, "examine", "--importance"))
@@ -119,12 +123,12 @@ def _unimportant(x: Examination, measured: Sequence[Record]) -> Advice | None:
     most = max(_highest(record, "importance") for record in idle)
     change = f"{most:.2g} nats" if unit == "nats" else f"{most:.2%}"
     answer = "prediction" if unit == "nats" else "final hidden state"
-    texts, noun = idle[0].measures["importance"].texts, _inputs(x)
-    where = f"one {noun[:-1]}" if texts == 1 else f"each of {texts} {noun}"
+    texts, words = idle[0].measures["importance"].texts, _words(x)
+    where = f"one {words['item']}" if texts == 1 else f"each of {texts} {words['items']}"
     text = (
-        f"{_count(len(idle), 'head')} can each be replaced by a constant: with the mean of its output over tokens the "
-        f"{answer} changes by at most {change} on {where} ({_named(x, idle)}). One at a time: removed together they "
-        f"may change more.{kept}"
+        f"{_count(len(idle), 'head')} can each be replaced by a constant: with the mean of its output over "
+        f"{words['units']} the {answer} changes by at most {change} on {where} ({_named(x, idle)}). One at a time: "
+        f"removed together they may change more.{kept}"
     )
     return _piece("idle heads", text, idle)
 
@@ -136,11 +140,11 @@ def _cheap(x: Examination) -> Advice | None:
         operator = _operator(record, x.sites[record.site])
         if operator is not None:
             operators[i] = operator
-    if not operators:
+    saved = sum(1 - cost for _, cost in operators.values()) / len(x.records)
+    if saved < SAVING:
         return None
     counts = Counter(name for name, _ in operators.values())
     each = ", ".join(f"{count} by {name}" for name, count in counts.most_common())
-    saved = sum(1 - cost for _, cost in operators.values()) / len(x.records)
     records = [x.records[i] for i in operators]
     text = (
         f"{len(records)} of {_count(len(x.records), 'head')} look replaceable by cheaper operators: {each}. If all "
@@ -153,7 +157,7 @@ def _cheap(x: Examination) -> Advice | None:
 def _operator(record: Record, site: Mapping[str, Any]) -> tuple[str, float] | None:
     """(the operator, its multiply-adds relative to exact attention) that the measures of a head suggest."""
     n = max(1, site["longest"])
-    if record.kind in RESTING:
+    if record.kind in RESTING or site["kind"] == "cross":  # offsets between two sequences say nothing
         return None
     if _mean(record, "entropy_share") >= UNIFORM_ENTROPY and _mean(record, "visible_share") >= UNIFORM_ENTROPY:
         return "an average", 1 / n
@@ -217,14 +221,14 @@ def _collapse(x: Examination) -> Advice | None:
     text = (
         f"After {names[first]} the tokens are nearly equal: the relative residual falls from "
         f"{residuals[first - 1]:.2f} to {residuals[first]:.2f}, and is {residuals[-1]:.2f} after the last layer "
-        f"(mean over {x.inputs['texts']} {_inputs(x)}; below {COLLAPSED} in {_count(len(low), 'layer')})."
+        f"(mean over {x.inputs['texts']} {_words(x)['items']}; below {COLLAPSED} in {_count(len(low), 'layer')})."
     )
     return _piece("tokens collapse", text, records)
 
 
 def _nothing(x: Examination) -> Advice:
     checked = ["large scores", "idle heads", "cheap operators", "duplicate heads", "tokens that become equal"]
-    text = f"Nothing stands out on these {_inputs(x)} of {_length(x)}. Looked for: {', '.join(checked)}."
+    text = f"Nothing stands out on these {_words(x)['items']} of {_length(x)}. Looked for: {', '.join(checked)}."
     return _piece("nothing stands out", text, [])
 
 
@@ -270,13 +274,13 @@ def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'s' * (n != 1)}"
 
 
-def _inputs(x: Examination) -> str:
-    return {"images": "images", "audio": "recordings"}.get(x.inputs.get("kind", ""), "texts")
+def _words(x: Examination) -> dict[str, str]:
+    return {**TEXT_WORDS, **x.inputs.get("words", {})}
 
 
 def _length(x: Examination) -> str:
     low, high = x.inputs["shortest"], x.inputs["longest"]
-    return f"{high} positions" if low == high else f"{low} to {high} positions"
+    return f"{high} {_words(x)['units']}" if low == high else f"{low} to {high} {_words(x)['units']}"
 
 
 def _command(x: Examination, verb: str, *options: str) -> str | None:

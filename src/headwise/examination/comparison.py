@@ -56,6 +56,13 @@ class ExaminationComparison:
     residual_a: list[float]
     residual_b: list[float]
 
+    def __repr__(self) -> str:
+        """One line; `heads` has the rest."""
+        changed = f"{self.kinds_changed} of {len(self.heads)} heads changed kind"
+        head = self.heads[0]
+        most = f"{head.measure} of {head.layer}, head {head.head}: {head.a:.3g} to {head.b:.3g}"
+        return f"ExaminationComparison({self.a} against {self.b}: {changed}; farthest moved: {most})"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from headwise.errors import InputError
-from headwise.examination.advice import with_advice
 from headwise.examination.measure.head_kinds import (
     KINDS,
     NEED_SPECTRUM,
@@ -39,6 +38,7 @@ from headwise.examination.measure.head_kinds import (
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.observe import Measurement
 from headwise.examination.record import Examination, Mode, Record, statistic
+from headwise.models.inputs import TEXT_WORDS
 
 
 def summarise(
@@ -90,7 +90,7 @@ def summarise(
         "longest": max(n[-1] for n in lengths),
         "digest": hashlib.sha256("".join(x.digest for x in measurements).encode()).hexdigest()[:16],
     }
-    examination = Examination(
+    return Examination(
         model=model,
         inputs={**inputs, **counts},
         measures=[measure.to_dict() for measure in MEASURES.values() if measure.name in known],
@@ -104,7 +104,6 @@ def summarise(
         provenance=provenance,
         excerpt=excerpt,
     )
-    return with_advice(examination)
 
 
 def _measures_and_kind(
@@ -181,42 +180,37 @@ def _shares(counts: Mapping[str, int], texts: int) -> dict[str, float]:
 def _headline(records: Sequence[Record], layers: Mapping[str, list], inputs: Mapping[str, Any]) -> list[str]:
     """A few sentences about the whole model, each with what it comes from; what to do about it is the advice."""
     texts, some = inputs["texts"], inputs["spectra_texts"]
-    text, token = {"images": ("image", "patch"), "audio": ("recording", "frame")}.get(
-        inputs.get("kind", ""), ("text", "token")
-    )
+    words = {**TEXT_WORDS, **inputs.get("words", {})}
+    items, units = f"{texts} {words['item' if texts == 1 else 'items']}", words["units"]
     counts = Counter(record.kind for record in records)
     mix = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
     low, high = inputs["shortest"], inputs["longest"]
-    tokens = _count(high, token) if low == high else f"{low} to {_count(high, token)}"
-    lines = [f"{_count(len(records), 'head')}, judged on {_count(texts, text)} of {tokens}: {mix}."]
+    length = f"{high} {units}" if low == high else f"{low} to {high} {units}"
+    lines = [f"{_count(len(records), 'head')}, judged on {items} of {length}: {mix}."]
     fewer = sum(record.judged < texts for record in records)
     if fewer:
-        which = f"{some} of {_count(texts, text)} have"
-        lines.append(f"The kind of {_count(fewer, 'head')} depends on spectra, which {which}.")
+        lines.append(f"The kind of {_count(fewer, 'head')} depends on spectra, which {some} of {items} have.")
     elif not some:
         lines.append("No spectra were taken: heads of low rank count as dense.")
     unstable = sum(record.stability < 0.75 for record in records)
     if unstable:
-        lines.append(
-            f"{_count(unstable, 'head')} had another kind on more than a quarter of the {_count(2, text)[2:]}."
-        )
+        lines.append(f"{_count(unstable, 'head')} had another kind on more than a quarter of the {words['items']}.")
     ranks = [record.measures["effective_rank"].mean for record in records if "effective_rank" in record.measures]
     if ranks:
         exactness = "exact" if inputs["spectra_exact"] else "upper estimates at this length"
-        mean = f"of one {text}" if some == 1 else f"mean over {_count(some, text)}"
+        mean = f"of one {words['item']}" if some == 1 else f"mean over {some} {words['items']}"
         lines.append(f"Effective ranks ({mean}, {exactness}) range from {min(ranks):.0f} to {max(ranks):.0f}.")
     differences = layers.get("difference", [])
     if len(differences) > 1:
         lines.append(
-            f"Differences between {_count(2, token)[2:]} are {differences[0]:.0%} of the hidden state before the first "
+            f"Differences between {units} are {differences[0]:.0%} of the hidden state before the first "
             f"layer and {differences[-1]:.0%} after the last."
         )
     return lines
 
 
 def _count(n: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{n} {noun}{plural * (n != 1)}"
+    return f"{n} {noun}{'s' * (n != 1)}"
 
 
 def unusual_heads(records: Sequence[Record], count: int = 10) -> list[Record]:

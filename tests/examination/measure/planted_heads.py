@@ -67,6 +67,11 @@ def duplicate(ids: Tensor) -> Tensor:
     return _on((ids[None] == ids[:, None]) & ~torch.eye(len(ids), dtype=torch.bool))
 
 
+def previous_of_duplicate(ids: Tensor) -> Tensor:
+    after = torch.cat([ids[1:], ids.new_full((1,), -1)])
+    return _on((after[None] == ids[:, None]) & torch.ones(len(ids), len(ids), dtype=torch.bool).tril(-2))
+
+
 def delimiter(ids: Tensor) -> Tensor:
     return _on((ids <= NEWLINE).expand(len(ids), -1), else_first=False)
 

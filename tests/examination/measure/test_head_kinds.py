@@ -113,6 +113,14 @@ def test_on_a_short_text_a_dense_head_is_not_local(n: int) -> None:
     assert record.kind != "local"
 
 
+def test_a_head_that_attends_before_a_duplicate_has_that_trait() -> None:
+    model = planted_heads.Planted(planted_heads.previous_of_duplicate)
+    (record,) = examine(model, [{"input_ids": planted_heads.text()}]).records
+    assert "previous of duplicate" in record.traits
+    assert record.measures["previous_of_duplicate_score"].mean > 0.9
+    assert record.measures["induction_score"].mean < 0.1
+
+
 def test_an_induction_head_that_rests_on_a_sink_says_so() -> None:
     model = planted_heads.Planted(planted_heads.induction)
     (record,) = examine(model, [{"input_ids": planted_heads.text()}]).records
