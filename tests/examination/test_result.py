@@ -176,6 +176,8 @@ def test_two_results_are_compared(result: Examination, tmp_path: Path) -> None:
         model.encoder.layer[1].attention.self.query.weight.mul_(0.1)
     found = headwise.compare(before, examine(model, batches))
     assert found.paired
+    assert repr(found).startswith("ExaminationComparison(BertModel against BertModel: ")
+    assert len(repr(found)) < 200
     assert found.heads[0].layer == "encoder.layer.1.attention.self"
     before.save(tmp_path)
     assert headwise.compare(tmp_path, before).heads[0].relative == 0

@@ -218,7 +218,7 @@ def _one_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_measure_their_own_batch(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path),), nprocs=2)
+    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path),), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
     (first, one), (second, other) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert first["steps"] == second["steps"] == [0, 2]
     assert first["values"]["max_logit"] != second["values"]["max_logit"]
