@@ -143,7 +143,7 @@ def test_texts_are_examined_like_the_batches_they_make(bert: torch.nn.Module) ->
     assert found.excerpt["tokens"] == ["[CLS]", *given[0].split(), "[SEP]"]
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
 def test_padding_changes_no_measure(family: str) -> None:
     torch.manual_seed(0)
     model, tokenizer = sharpen(ALL[family]()[0]), tokenizer_of(99)

@@ -24,7 +24,8 @@ def tokenized(
 
     tokenizer   of transformers, or anything that is called and converts ids to tokens as they do
     length      default: the number of positions of the model; texts are never lengthened
-    batch_size  texts in one batch; padding is masked out, and one text a batch (the default) needs none
+    batch_size  texts in one batch; padding is masked out, and one text a batch (the default) needs none.  An encoder with
+                a decoder gets one text a batch: its cross-attention does not show which queries are padding
     """
     _check(texts, tokenizer, batch_size)
     positions = max_positions(model)
@@ -35,6 +36,8 @@ def tokenized(
     rows = [_row(tokenizer, text, index, length or positions) for index, text in enumerate(texts)]
     _check_vocabulary(model, rows)
     pad = next((x for x in (_id(tokenizer, "pad"), _id(tokenizer, "eos")) if x is not None), 0)
+    if _has_decoder(model):
+        batch_size = 1
     parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     return Inputs(
         [_batch(model, part, pad) for part in parts],
@@ -111,10 +114,13 @@ def _batch(model: nn.Module, rows: list[dict[str, list[int]]], pad: int) -> dict
         )
     lengths = torch.tensor([len(row["input_ids"]) for row in rows], device=device)
     masks = {"attention_mask": (torch.arange(widest, device=device) < lengths[:, None]).long()} if is_padded else {}
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        decoder = {f"decoder_{name}": x for name, x in {**batch, **masks}.items() if name != "token_type_ids"}
-        batch.update(decoder)
+    if _has_decoder(model):
+        batch["decoder_input_ids"] = batch["input_ids"]
     return {**batch, **masks}
+
+
+def _has_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _id(tokenizer: Any, name: str) -> int | None:
