@@ -149,7 +149,7 @@ def test_padding_changes_no_measure(family: str) -> None:
     model, tokenizer = sharpen(ALL[family]()[0]), tokenizer_of(99)
     given = [words(12, 0), words(30, 1), words(7, 2)]
     apart = examine(model, texts=given, tokenizer=tokenizer, spectra_every=1)
-    together = examine(model, texts=given, tokenizer=tokenizer, batch_size=3)
+    together = examine(model, texts=given, tokenizer=tokenizer, batch_size=3, spectra_every=1)
     assert together.inputs["texts"] == 3
     assert together.inputs["shortest"] == apart.inputs["shortest"] == 9
     assert together.excerpt["tokens"] == apart.excerpt["tokens"]

@@ -24,8 +24,8 @@ def tokenized(
 
     tokenizer   of transformers, or anything that is called and converts ids to tokens as they do
     length      default: the number of positions of the model; texts are never lengthened
-    batch_size  texts in one batch; padding is masked out, and one text a batch (the default) needs none.  An encoder with
-                a decoder gets one text a batch: its cross-attention does not show which queries are padding
+    batch_size  texts in one batch; padding is masked out, and one text a batch (the default) needs none.  An encoder
+                with a decoder gets one: its cross-attention does not show which queries are padding
     """
     _check(texts, tokenizer, batch_size)
     positions = max_positions(model)
