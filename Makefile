@@ -67,12 +67,11 @@ format: $(READY)  ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-pictures: $(READY)  ## draw the pictures of the README again (needs chromium)
+pictures: $(READY)  ## draw the pictures of the README and of the report again (needs chromium)
 	$(BIN)/headwise tour --out out --force
 	cp out/tour.png docs/images/tour.png
 	$(BIN)/headwise examine --out out --force
-	chromium --headless --no-sandbox --hide-scrollbars --virtual-time-budget=3000 --window-size=1280,1000 \
-	    --screenshot=docs/images/report.png file://$(CURDIR)/out/report.html
+	$(BIN)/python .ci/pictures.py out/report.html
 
 # each file under benchmarks/ with a command line of its own; its docstring says what it takes
 BENCH ?= spectrum

@@ -34,7 +34,7 @@ ORDER = [
 ]
 BASICS = ["errors", "cost", "shapes", "outputs"]
 HIDDEN = ["cli"]
-VERBS = ["examine", "verify", "plan", "rewrite", "convert", "Grower"]
+VERBS = ["examine", "Monitor", "MonitorCallback", "verify", "plan", "rewrite", "convert", "Grower"]
 NOT_BUILDERS = ["supported", "supports"]
 RESULTS = ["Examination", "Ledger", "Plan", "Receipt"]
 

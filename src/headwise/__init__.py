@@ -42,7 +42,8 @@ _NAMES = {
         "window",
     ],
     "headwise.convolution": ["convert"],
-    "headwise.examination": ["Examination", "examine"],
+    "headwise.examination": ["Examination", "compare", "examine"],
+    "headwise.examination.monitor": ["Monitor", "MonitorCallback"],
     "headwise.growth": ["Grower"],
     "headwise.ledger": ["Ledger", "verify"],
     "headwise.models": ["Receipt"],
@@ -75,7 +76,10 @@ if TYPE_CHECKING:
     from headwise.cost import Cost as Cost
     from headwise.errors import HeadwiseError as HeadwiseError
     from headwise.examination import Examination as Examination
+    from headwise.examination import compare as compare
     from headwise.examination import examine as examine
+    from headwise.examination.monitor import Monitor as Monitor
+    from headwise.examination.monitor import MonitorCallback as MonitorCallback
     from headwise.growth import Grower as Grower
     from headwise.ledger import Ledger as Ledger
     from headwise.ledger import verify as verify

@@ -109,3 +109,17 @@ def test_two_models(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "other").mkdir()
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "other")]) == 2
     assert "other has no config.json" in capsys.readouterr().err
+
+
+def test_a_page_of_two_examinations(pair: tuple[Path, Path], tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = tmp_path / "changes"
+    assert main(["compare", *map(str, pair), "-o", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "layer.1 · 3" in printed  # the name of the layer is whole on 80 columns
+    assert "…" not in printed
+    assert f"page  {out / 'comparison.html'}" in printed
+    assert json.loads((out / "comparison.json").read_text())["heads"][0]["head"] == 3
+    assert main(["compare", *map(str, pair), "-o", str(out)]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["compare", *map(str, pair), "-o", str(out), "--force", "--json"]) == 0

@@ -81,7 +81,7 @@ def test_two_of_four_layers_written_by_hand() -> None:
     found = examine(model, [X])
     assert [site["name"] for site in found.sites] == ["0.layer", "2.layer"]
     assert [x["name"] for x in found.unseen] == ["1", "3"]
-    assert "Not measured: 1 (ByHand: its attention is written by hand), 3 (ByEinsum" in found.headline[-1]
+    assert "2 modules that may attend were not measured: 1 (ByHand), 3 (ByEinsum)" in found.advice[0]["text"]
 
 
 def test_a_bert_with_a_trunk_written_by_hand() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.cli.examine_command import short_names
 from headwise.cli.options import (
     MODEL_HELP,
     Parser,
+    add_force,
     add_inputs,
     add_json,
     add_loading,
+    add_output,
     is_quiet,
     make_inputs,
     nonempty,
@@ -25,7 +27,7 @@ from headwise.errors import InputError
 from headwise.outputs import json_text
 
 if TYPE_CHECKING:
-    from headwise.examination import ExaminationComparison
+    from headwise.examination import ExaminationComparison, HeadDifference
 
 
 def run(argv: list[str]) -> int:
@@ -41,6 +43,8 @@ def run(argv: list[str]) -> int:
     add_loading(parser)
     rows = whole_number(1, 1_000_000)
     parser.add_argument("--heads", type=rows, default=10, metavar="K", help="rows to show (default: %(default)s)")
+    add_output(parser, help="write comparison.html, the two examinations side by side, and comparison.json")
+    add_force(parser)
     add_json(parser, "every head")
     add_inputs(parser.add_argument_group("for two models"), texts=8, kinds=())
     options = parser.parse_args(argv)
@@ -49,6 +53,8 @@ def run(argv: list[str]) -> int:
 
     examinations = [is_examination(given) for given in (options.a, options.b)]
     if not any(examinations):
+        if options.out is not None:
+            raise InputError("--out writes a page about two examinations, but these are two models; examine them first")
         return _models(options)
     if not all(examinations):
         which, other = (options.a, options.b) if examinations[0] else (options.b, options.a)
@@ -56,17 +62,23 @@ def run(argv: list[str]) -> int:
             f"{which} is an examination and {other} is not; compare two directories that examine wrote, or two models"
         )
 
-    from headwise.examination import compare_examinations, read_report
+    from headwise.examination import compare_examinations, read_report, write_comparison
 
-    found = compare_examinations(read_report(Path(options.a)), read_report(Path(options.b)))
+    a, b = read_report(Path(options.a)), read_report(Path(options.b))
+    found = compare_examinations(a, b)
+    files = [] if options.out is None else write_comparison(a, b, options.out, force=options.force)
     if options.json:
         print(json_text(found.to_dict()))
     else:
         _print_examinations(found, options.heads)
+        for what, file in zip(("page", "json"), files, strict=False):
+            print(f"{what}  {file}")
     return 0
 
 
 def _print_examinations(found: ExaminationComparison, count: int) -> None:
+    from headwise.examination.report.site_labels import site_labels
+
     if found.differs:
         print("These examinations differ in more than the model, and so may their heads:", *found.differs, sep="\n  ")
     print(f"{found.a} against {found.b}: {len(found.heads)} heads in both, {found.kinds_changed} changed kind.")
@@ -75,24 +87,24 @@ def _print_examinations(found: ExaminationComparison, count: int) -> None:
         print(f"Relative residual after the last layer: {ends[0]:.3g} and {ends[1]:.3g}.")
     has_z, changes = found.ranked_by == "z", found.heads[:count]
     layers = list(dict.fromkeys(change.layer for change in found.heads))
-    short = dict(zip(layers, short_names(layers), strict=True))
+    short = dict(zip(layers, site_labels(layers), strict=True))
     rows = [
         (
-            short[change.layer],
-            str(change.head),
+            f"{short[change.layer]} · {change.head}",
             (change.kind_a if change.kind_a == change.kind_b else f"{change.kind_a} → {change.kind_b}")
             + "*" * (not change.same_length),
             change.measure.replace("_", " "),
             f"{change.a:.3g}",
             f"{change.b:.3g}",
-            str(change.texts_a) if change.texts_a == change.texts_b else f"{change.texts_a}, {change.texts_b}",
             f"{change.relative:.0%}",
             *(["–" if change.z is None else f"{change.z:.1f}"] if has_z else []),
         )
         for change in changes
     ]
-    headings = ("layer", "head", "kind", "measure", "A", "B", "texts", "change", *(["z"] if has_z else []))
-    print_table(f"The {len(rows)} heads that changed most", headings, rows, words=("layer", "kind", "measure"))
+    headings = ("head", "kind", "measure", "A", "B", "change", *(["z"] if has_z else []))
+    title = f"The {len(rows)} heads that changed most"
+    print_table(title, headings, rows, words=("head", "kind", "measure"), no_wrap=("head",))
+    print(f"A and B are means over {_texts(changes)}.")
     if not all(change.same_length for change in changes):
         print("* judged on texts of other lengths, which alone can change a kind")
     if not has_z:
@@ -103,6 +115,14 @@ def _print_examinations(found: ExaminationComparison, count: int) -> None:
     if found.unranked:
         names = ", ".join(name.replace("_", " ") for name in found.unranked)
         print(f"Left out, as measured on one text only: {names}.  Examine with --spectra-every 1 to include them.")
+
+
+def _texts(changes: Sequence[HeadDifference]) -> str:
+    """16 texts; 2 to 16 texts."""
+    counts = sorted({n for change in changes for n in (change.texts_a, change.texts_b)})
+    if counts == [1]:
+        return "one text"
+    return f"{counts[0]} texts" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} texts"
 
 
 def _models(options: argparse.Namespace) -> int:

@@ -48,6 +48,7 @@ FILE_SYSTEM = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO
 COMMANDS: dict[str, tuple[str, str]] = {
     "examine": ("headwise.cli.examine_command", "measure every head of a model: one page, one JSON file"),
     "compare": ("headwise.cli.compare_command", "differences between two examinations, or between two models"),
+    "monitor": ("headwise.cli.monitor_command", "what a Monitor measured during training, as a page"),
     "verify": ("headwise.cli.verify_command", "test what papers claim about attention"),
     "grow": ("headwise.cli.grow_command", "train a small model that widens queries and keys where they are too narrow"),
     "plan": ("headwise.cli.plan_command", "the cheapest operator for every head within a tolerance"),

@@ -19,64 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import InputError
-from headwise.examination.record import SCHEMA
-from headwise.reading import (
-    anything,
-    boolean,
-    fields,
-    list_of,
-    map_of,
-    nullable,
-    number,
-    read_json,
-    string,
-    version,
-    whole,
-)
-
-_VALUE = number(-1e40, 1e40)  # larger than any float32, and its fourth power is a float
-_MEASURED = nullable(_VALUE)
-_MAYBE = nullable(string())
-_STATISTIC = fields({"mean": _MEASURED, "std": _MEASURED, "texts": whole(0)}, more=True)
-_SITE = fields({"name": string(), "causal": boolean, "shortest": whole(0), "longest": whole(0)}, more=True)
-_RECORD = fields(
-    {
-        "site": whole(0),
-        "layer": string(),
-        "head": whole(0),
-        "kind": string(),
-        "measures": map_of(_STATISTIC),
-        "by_text": map_of(list_of(_MEASURED)),
-    },
-    more=True,
-)
-REPORT_FILE = fields(
-    {
-        "schema": version(SCHEMA, "examine the model again"),
-        "model": fields({"name": string(), "class": string(), "dtype": string(), "parameters": whole(0)}, more=True),
-        "inputs": fields(
-            {
-                "texts": whole(0),
-                "spectra_texts": whole(0),
-                "shortest": whole(0),
-                "longest": whole(0),
-                "spectra_exact": nullable(boolean),
-            },
-            {"kind": _MAYBE, "source": nullable(list_of(string())), "digest": _MAYBE},
-            more=True,
-        ),
-        "measures": list_of(fields({"name": string(), "compared": boolean}, more=True)),
-        "sites": list_of(_SITE),
-        "records": list_of(_RECORD, empty=False),
-        "layers": fields({}, {"relative_residual": list_of(_MEASURED)}, more=True),
-        "redundancy": list_of(list_of(_MEASURED)),
-        "headline": list_of(string()),
-        "provenance": map_of(anything),
-    },
-    dict.fromkeys(("ablations", "paths", "excerpt"), map_of(anything)),
-    more=True,
-)
-"""report.json, as far as it is read; docs/reference/report-json.md describes all of it."""
+from headwise.examination.record import Examination
+from headwise.examination.report_file import read_report
 
 
 @dataclass(frozen=True)
@@ -112,24 +56,27 @@ class ExaminationComparison:
     residual_a: list[float]
     residual_b: list[float]
 
+    def __repr__(self) -> str:
+        """One line; `heads` has the rest."""
+        changed = f"{self.kinds_changed} of {len(self.heads)} heads changed kind"
+        head = self.heads[0]
+        most = f"{head.measure} of {head.layer}, head {head.head}: {head.a:.3g} to {head.b:.3g}"
+        return f"ExaminationComparison({self.a} against {self.b}: {changed}; farthest moved: {most})"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """report.json of a directory, or the file itself."""
-    file = path / "report.json" if path.is_dir() else path
-    facts = read_json(file, REPORT_FILE, "a report.json that `headwise examine` wrote, or its directory")
-    for index, record in enumerate(facts["records"]):
-        if record["site"] >= len(facts["sites"]):
-            raise InputError(
-                f"{file}: records/{index}/site is {record['site']}, but there are {len(facts['sites'])} sites"
-            )
-    return facts
+def compare(a: Examination | str | Path, b: Examination | str | Path) -> ExaminationComparison:
+    """Every head of A against the same head of B, the farthest moved first; each is an examination or its directory.
+
+    Examine both on the same texts: then measures are compared text by text, which shows smaller changes.
+    """
+    return compare_examinations(_facts(a), _facts(b))
 
 
-def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationComparison:
-    """The heads that are in both examinations (as `read_report` returns them), paired by layer and head."""
+def measure_changes(a: dict[str, Any], b: dict[str, Any]) -> list[HeadDifference]:
+    """Every compared measure of every head that is in both examinations, in the order of A."""
     heads_a, heads_b = ({(r["layer"], r["head"]): r for r in facts["records"]} for facts in (a, b))
     shared = [key for key in heads_a if key in heads_b]
     if not shared:
@@ -138,7 +85,7 @@ def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationCom
             f"({next(iter(heads_a))[0]} and {next(iter(heads_b))[0]})"
         )
     paired = _same_texts(a, b)
-    names = [measure["name"] for measure in a["measures"] if measure["compared"]]
+    names = _compared(a)
     lengths_a, lengths_b = ({s["name"]: (s["shortest"], s["longest"]) for s in facts["sites"]} for facts in (a, b))
     moves: list[HeadDifference] = []
     for key in shared:
@@ -150,6 +97,12 @@ def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationCom
             f"{a['model']['name']} and {b['model']['name']} have no measure in common that can be compared; "
             "examine both with this version"
         )
+    return moves
+
+
+def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationComparison:
+    """The heads that are in both examinations (as `read_report` returns them), paired by layer and head."""
+    moves = measure_changes(a, b)
     has_z = any(move.z is not None for move in moves)
     heads: dict[tuple[str, int], HeadDifference] = {}
     for move in sorted(moves, key=_rank, reverse=True):
@@ -158,19 +111,39 @@ def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationCom
         a["model"]["name"],
         b["model"]["name"],
         _what_differs(a, b),
-        paired,
+        _same_texts(a, b),
         "z" if has_z else "relative",
-        [name for name in names if has_z and any(m.z is None and m.measure == name for m in moves)],
+        [name for name in _compared(a) if has_z and any(m.z is None and m.measure == name for m in moves)],
         list(heads.values()),
-        sum(heads_a[key]["kind"] != heads_b[key]["kind"] for key in shared),
+        _kinds_changed(a, b),
         a["layers"].get("relative_residual", []),
         b["layers"].get("relative_residual", []),
     )
 
 
+def _facts(given: Examination | str | Path) -> dict[str, Any]:
+    if isinstance(given, Examination):
+        return given.to_dict()
+    if not isinstance(given, str | Path):
+        raise InputError(
+            f"compare takes examinations or their directories, but was given a {type(given).__name__}; examine the "
+            "model first"
+        )
+    return read_report(Path(given))
+
+
 def normal_deviate(t: float, degrees: float) -> float:
     """z with about the tail probability of Student's t (Wallace 1959): within 0.06 up to t = 5 from two degrees on."""
     return (8 * degrees + 1) / (8 * degrees + 3) * math.sqrt(degrees * math.log1p(t * t / degrees))
+
+
+def _compared(facts: dict[str, Any]) -> list[str]:
+    return [measure["name"] for measure in facts["measures"] if measure["compared"]]
+
+
+def _kinds_changed(a: dict[str, Any], b: dict[str, Any]) -> int:
+    kinds_a, kinds_b = ({(r["layer"], r["head"]): r["kind"] for r in facts["records"]} for facts in (a, b))
+    return sum(kinds_b.get(key, kind) != kind for key, kind in kinds_a.items())
 
 
 def _rank(move: HeadDifference) -> tuple[bool, float]:

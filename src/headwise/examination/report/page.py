@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,18 @@ from headwise.errors import InputError, needs_extra, shown
 from headwise.examination.comparison import read_report
 from headwise.examination.measure.head_kinds import KINDS
 from headwise.examination.record import Examination
+from headwise.examination.report.measure_groups import first_columns, grouped
 from headwise.examination.report.report_figures import COLOURS, draw, figure_names
+from headwise.examination.report.site_labels import head_address, site_labels
 from headwise.output_directory import OutputDirectory, directory_for
 
-HERE = Path(__file__).parent
+ASSETS = Path(__file__).parent / "assets"
+WORDS = {"item": "text", "items": "texts", "unit": "token", "units": "tokens"}
+REACH = 24
+"""The farthest offset of which the page shows the mean weight."""
+
+SHOWN_HEADS = 12
+"""Heads that one piece of advice names on the page."""
 
 
 def report_names() -> list[str]:
@@ -72,42 +80,149 @@ def check_report(directory: Path) -> None:
         pass
 
 
-def _page(facts: dict[str, Any]) -> str:
+def assembled_page(template: str, scripts: Sequence[str], data: Mapping[str, Any], **fields: Any) -> str:
+    """A page from a template among the assets: `data` for its scripts, `fields` for the template."""
     with needs_extra("report", "the report"):
         import jinja2
         from markupsafe import Markup
 
-    def read(name: str) -> str:
-        return (HERE / name).read_text(encoding="utf-8")
-
-    template = jinja2.Environment(autoescape=True).from_string(read("report.html"))
-    css, script, model = read("report.css"), read("report.js"), facts["model"]
-    facts = {
-        **facts,
-        "records": [{name: x for name, x in record.items() if name != "by_text"} for record in facts["records"]],
-        "redundancy": [[None if x is None else round(x, 2) for x in row] for row in facts["redundancy"]],
-        "kinds": {kind: {"colour": COLOURS[kind], "meaning": meaning} for kind, meaning in KINDS.items()},
-    }
+    css, script = _asset("report.css"), "\n".join(_asset(name) for name in scripts)
     # "</script>" inside a token must not end the element
-    data = json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return template.render(
-        title=model["name"],
-        subtitle=f"{model['class']}, {model['parameters']:,} parameters, {len(facts['records'])} heads, "
-        f"{facts['inputs']['texts']} inputs",
-        headline=facts["headline"],
-        version=facts["provenance"].get("headwise", ""),
-        policy=_policy(css, script),
-        css=Markup(css),
-        script=Markup(script),
-        data=Markup(data),
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return (
+        jinja2.Environment(autoescape=True)
+        .from_string(_asset(template))
+        .render(policy=_policy(css, script), css=Markup(css), script=Markup(script), data=Markup(text), **fields)
     )
+
+
+def page_words(facts: Mapping[str, Any]) -> dict[str, str]:
+    """What one input and one position of it are called: text and token, image and patch, recording and frame."""
+    given = facts["inputs"].get("words")
+    return {key: str(given.get(key, word)) if isinstance(given, Mapping) else word for key, word in WORDS.items()}
+
+
+def page_data(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a report as its script reads them: fewer digits, and only what is shown."""
+    measured = {name for record in facts["records"] for name in (*record["measures"], *record["modes"])}
+    labels = site_labels([site["name"] for site in facts["sites"]])
+    return {
+        "model": facts["model"],
+        "inputs": facts["inputs"],
+        "words": page_words(facts),
+        "measures": grouped(facts["measures"]),
+        "columns": first_columns(measured),
+        "sites": [{**site, "label": label} for site, label in zip(facts["sites"], labels, strict=True)],
+        "records": [_record(record) for record in facts["records"]],
+        "telling": telling_heads(facts),
+        "similarity": _similarity(facts["redundancy"]),
+        "kinds": {kind: {"colour": COLOURS[kind], "meaning": meaning} for kind, meaning in KINDS.items()},
+        **{
+            name: facts.get(name, {}) for name in ("layers", "ablations", "paths", "excerpt", "by_length", "provenance")
+        },
+    }
+
+
+def telling_heads(facts: Mapping[str, Any], count: int = 8) -> list[int]:
+    """Places in `records` of heads to look at first: one of each advice, then of each kind the one that adds most."""
+    records = facts["records"]
+    place = {(record["site"], record["head"]): i for i, record in enumerate(records)}
+    found = [
+        place[tuple(head)] for entry in facts.get("advice", []) for head in entry["heads"][:1] if tuple(head) in place
+    ]
+
+    def size(i: int) -> float:
+        measures = records[i]["measures"]
+        statistic = measures.get("importance") or measures.get("contribution") or {}
+        return statistic.get("mean") or 0.0
+
+    for kind in sorted(KINDS, key=lambda kind: kind == "uniform"):  # the least to see comes last
+        found += sorted((i for i, record in enumerate(records) if record["kind"] == kind), key=size)[-1:]
+    return list(dict.fromkeys(found))[:count]
+
+
+def _page(facts: dict[str, Any]) -> str:
+    model, words, data = facts["model"], page_words(facts), page_data(facts)
+    if "plan" in facts:
+        data["plan"] = facts["plan"]
+    return assembled_page(
+        "report.html",
+        ("basics.js", "pictures.js", "table.js", "attention.js", "heads.js", "tokens.js", "plan.js", "report.js"),
+        data,
+        title=model["name"],
+        subtitle=f"{model['class']}, {model['parameters']:,} parameters, {len(facts['records'])} heads; {basis(facts)}",
+        basis=f"From {basis(facts)}.",
+        words=words,
+        has_plan="plan" in facts,
+        advice=_advice(facts, [site["label"] for site in data["sites"]]),
+        unseen=facts.get("unseen", []),
+        headline=facts["headline"],
+        command=facts["provenance"].get("command"),
+        version=facts["provenance"].get("headwise", ""),
+    )
+
+
+def basis(facts: Mapping[str, Any]) -> str:
+    """On how many inputs of which lengths: "16 texts of 512 tokens, 2 of them with spectra"."""
+    words, inputs = page_words(facts), facts["inputs"]
+    low, high, count, spectra = (inputs[name] for name in ("shortest", "longest", "texts", "spectra_texts"))
+    length = f"{high}" if low == high else f"{low} to {high}"
+    few = "" if spectra == count else f", {spectra or 'none'} of them with spectra"
+    return f"{count} {words['item'] if count == 1 else words['items']} of {length} {words['units']}{few}"
+
+
+def _advice(facts: Mapping[str, Any], labels: list[str]) -> list[dict[str, Any]]:
+    places = {(record["site"], record["head"]) for record in facts["records"]}
+    found = []
+    for entry in facts.get("advice", []):
+        heads = [(site, head) for site, head in entry.get("heads") or [] if (site, head) in places]
+        shown_heads = [
+            {"label": f"{labels[site]} · {head}", "address": head_address(labels[site], head)}
+            for site, head in heads[:SHOWN_HEADS]
+        ]
+        found.append({**entry, "heads": shown_heads, "more": max(0, len(heads) - SHOWN_HEADS)})
+    return found
+
+
+def _record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record for the page: each statistic as [mean, std, min, max, texts]."""
+    left_out = ("by_text", "evidence", "layer")
+    return {
+        **{name: x for name, x in record.items() if name not in left_out},
+        "measures": {
+            name: [*(_short(x.get(key)) for key in ("mean", "std", "min", "max")), x["texts"]]
+            for name, x in record["measures"].items()
+        },
+        "profile": [_short(x, 3) for x in _middle(record["profile"], 2 * REACH + 1)],
+        "spectrum": [_short(x, 3) for x in record["spectrum"]],
+    }
+
+
+def _middle(x: Sequence[float], count: int) -> Sequence[float]:
+    left_out = max(0, len(x) - count) // 2
+    return x[left_out : len(x) - left_out]
+
+
+def _similarity(matrix: Sequence[Sequence[float | None]]) -> str:
+    """The cosines below the diagonal, row by row: base64 of a byte each, round(250 cosine), 255 for None."""
+    below = (x for i, row in enumerate(matrix) for x in row[:i])
+    values = bytes(255 if x is None else round(250 * min(max(x, 0.0), 1.0)) for x in below)
+    return base64.b64encode(values).decode()
+
+
+def _short(x: float | None, digits: int = 4) -> float | None:
+    return None if x is None else float(f"{x:.{digits}g}")
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
 
 
 def _policy(css: str, script: str) -> str:
     """A Content-Security-Policy that allows this style and this script, by their hashes, and nothing else.
 
-    Images may be data: URLs, for the empty icon.  No other script runs, no request is made and no form is sent, even
-    if a name or a text should find its way into the page as markup.
+    Images may be data: URLs, for the pictures of attention.  No other script runs, no request is made and no form is
+    sent, even if a name or a text should find its way into the page as markup.
     """
 
     def hashed(text: str) -> str:

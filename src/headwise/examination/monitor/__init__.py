@@ -1,0 +1,34 @@
+"""Measure the attention of a model while it trains: `headwise.Monitor`, callbacks for trainers, a page."""
+
+from __future__ import annotations
+
+import importlib
+
+from headwise.examination.monitor.alarms import AlarmRules
+from headwise.examination.monitor.history import Alarm, Head, History
+from headwise.examination.monitor.monitor import Monitor, MonitoredStep
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from headwise.examination.monitor.lightning_callback import LightningMonitorCallback as LightningMonitorCallback
+    from headwise.examination.monitor.trainer_callback import MonitorCallback as MonitorCallback
+
+__all__ = [
+    "Alarm",
+    "AlarmRules",
+    "Head",
+    "History",
+    "LightningMonitorCallback",
+    "Monitor",
+    "MonitorCallback",
+    "MonitoredStep",
+]
+
+# trainers are imported when their callback is
+_LATER = {"LightningMonitorCallback": "lightning_callback", "MonitorCallback": "trainer_callback"}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
