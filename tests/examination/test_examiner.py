@@ -156,7 +156,7 @@ def test_padding_changes_no_measure(family: str) -> None:
     for a, b in zip(apart.records, together.records, strict=True):
         for name, statistic in a.measures.items():
             if not name.endswith("_score"):  # on repeated tokens of the first text of a batch
-                assert b.measures[name].mean == pytest.approx(statistic.mean, rel=1e-3, abs=1e-4), (family, name)
+                assert b.measures[name].mean == pytest.approx(statistic.mean, rel=1e-3, abs=1e-4, nan_ok=True), name
         assert b.measures["entropy"].texts == b.measures["effective_rank"].texts == 3
 
 
