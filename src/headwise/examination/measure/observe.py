@@ -17,8 +17,16 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.repeated_tokens import repeated_token_scores
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
+from headwise.examination.measure.token_patterns import (
+    BatchTokens,
+    TokenNames,
+    TokenPlaces,
+    delimiter_weights,
+    token_weights,
+)
 from headwise.examination.measure.windows import over_windows
 from headwise.models.fingerprint import batch_hash
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
@@ -78,6 +86,12 @@ class _SiteMeasurement:
         self.spectral, self.spectra_exact = evaluate_spectra(heads), heads[0].spectrum.exact
         self.leading = torch.stack([head.values[:LEADING] for head in heads])
 
+    def add_tokens(self, scores: Scores, sums: HeadSums, places: TokenPlaces, entries: int) -> None:
+        self.numbers.update(evaluate(token_weights(scores, sums.log_sum_exp, places, entries=entries)))
+        delimiters = delimiter_weights(scores, sums.received, places)
+        if delimiters is not None:
+            self.numbers.update(evaluate(delimiters))
+
     def add_projection(self, weight: Tensor) -> None:
         """Measures of P V W_O; weight is W_O (h d, width)."""
         h, d, _ = self.output_gram.shape
@@ -92,8 +106,14 @@ def observe(
     with_spectra: bool = True,
     entries: int = limits.CACHE_ENTRIES,
     generator: torch.Generator | None = None,
+    token_names: TokenNames | None = None,
+    with_repeated_tokens: bool = False,
 ) -> list[Measurement]:
-    """One forward pass; one Measurement for each sequence in the batch."""
+    """One forward pass; one Measurement for each sequence in the batch.
+
+    with_repeated_tokens  another short pass, whose scores are numbers of the first sequence
+    """
+    token_ids = BatchTokens(batch, token_names(batch) if token_names is not None else None)
     by_sequence: dict[int, list[_SiteMeasurement]] = {}
     unprojected: list[_SiteMeasurement] = []  # the last call's, until its output projection runs
     outputs: list[Tensor] = []
@@ -106,6 +126,9 @@ def observe(
             scores, v = sequence(call, b)
             sums = stream(scores, v, workspace=workspace)
             measured = _SiteMeasurement(_site(call, blocks), sums)
+            places = token_ids.places(call, b, scores)
+            if places is not None:
+                measured.add_tokens(scores, sums, places, entries)
             if with_spectra:
                 measured.add_spectra(scores, sums.output, generator)
             by_sequence.setdefault(b // call.windows, []).append(measured)
@@ -135,6 +158,11 @@ def observe(
         run_model(model, batch)
     if not by_sequence:
         raise nothing_seen(model)
+    if with_repeated_tokens:
+        repeated = repeated_token_scores(model, batch)
+        for measured in by_sequence[0]:
+            if measured.site.name in repeated:
+                measured.numbers.update(evaluate(repeated[measured.site.name]))
     digest = batch_hash(batch)
     return [_measurement(b, over_windows(sites), states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 
