@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from headwise.errors import InputError
 from headwise.models.intercept import AttentionCall, intercept, running_calls
 from headwise.models.run import Batch, as_it_was, run_model
 
@@ -56,7 +57,7 @@ def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
         try:
             with watch:
                 run_model(model, batch)
-        except Exception:  # an operator that cannot be watched: names are left
+        except InputError:  # an operator that cannot be watched; if it was the model, this raises again
             watch.attends.clear()
             run_model(model, batch)
     modules = dict(model.named_modules())
