@@ -28,7 +28,7 @@ from headwise.models.partial_files import load_partial, log_damaged, save_partia
 from headwise.models.run import Batch, as_it_was, check_batch, first_sequence
 from headwise.models.tokenized import tokenized
 from headwise.models.unseen import unseen_attention
-from headwise.operators._kernels import limits
+from headwise.operators._kernels import limits, native
 
 SPECTRA_EVERY = 8
 """A spectrum takes about ten forward passes at 512 tokens; on every eighth batch it takes about one per batch."""
@@ -155,6 +155,7 @@ def examine(
             "weights": weights,
             "seed": seed,
             "spectra_every": spectra_every,
+            "kernels": "compiled" if native.LIBRARY.state == "ready" else "torch",
             **versions(),
             **(provenance or {}),
         },

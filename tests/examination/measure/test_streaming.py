@@ -140,6 +140,19 @@ def test_long_rows_keep_their_digits(path: str) -> None:
         torch.testing.assert_close(getattr(found, field).double(), expected[field], rtol=4e-6, atol=1e-9)
 
 
+def test_what_is_not_a_number_is_not_hidden(path: str) -> None:
+    scores, v = problem(2, 30, 40, 8, 4)
+    nan = torch.tensor([0x7FC00000, 0x7FC00001, -0x3FFFFF], dtype=torch.int32).view(torch.float32)  # of several kinds
+    for x in nan:
+        q = scores.q.clone()
+        q[1, 7, 3] = x
+        found = call(path, Scores(q, scores.k, scores.scale, scores.mask), v)
+        for field in ("entropy", "row_maximum", "row_squares", "log_sum_exp", "output"):
+            rows = getattr(found, field).reshape(2, 30, -1).isnan().any(-1)
+            assert rows.nonzero().tolist() == [[1, 7]], field
+        assert found.received.isnan().any(-1).tolist() == [False, True]
+
+
 @pytest.mark.usefixtures("kernels")
 def test_threads_do_not_change_the_sums() -> None:
     scores, v = problem(3, 300, 280, 16, 16, causal=True)
