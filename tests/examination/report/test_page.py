@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from headwise.examination import Examination, examine, notebook_html, report_page
+from headwise.examination.measure.head_kinds import KINDS
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.report.excerpt import LINK_BYTES, MAP_BYTES, make_excerpt
+from headwise.examination.report.kind_styles import kind_style
 from headwise.examination.report.measure_groups import COLUMNS, GROUPS, first_columns, group_of
-from headwise.examination.report.page import page_data, telling_heads
+from headwise.examination.report.page import page_data, telling_heads, with_code
 from headwise.examination.report.site_labels import head_address, site_labels
 from tests.models.tiny_models import ALL, sharpen
 
@@ -100,6 +102,27 @@ def test_advice_names_a_dozen_heads_and_counts_the_others(examination: Examinati
     assert 'href="#layer.0/head.1"' in page
 
 
+def test_backticks_are_code_and_nothing_is_markup() -> None:
+    assert with_code("run `a < b` & go") == "run <code>a &lt; b</code> &amp; go"
+    assert with_code("one ` <b>") == "one ` &lt;b&gt;"
+    assert "<img" not in with_code("`<img src=x>`<img src=x>")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "a kind of your own"])
+def test_every_kind_has_a_letter_and_a_readable_ink(kind: str) -> None:
+    def luminance(colour: str) -> float:
+        x = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = ((v / 12.92) if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4 for v in x)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    style = kind_style(kind)
+    low, high = sorted((luminance(style["colour"]), luminance({"#000": "#000000", "#fff": "#ffffff"}[style["ink"]])))
+    assert (high + 0.05) / (low + 0.05) >= 4.5  # WCAG AA
+    assert len(style["letter"]) == 1
+    letters = [kind_style(other)["letter"] for other in KINDS]
+    assert len(set(letters)) == len(letters)
+
+
 def test_the_excerpt_of_72_heads_at_512_tokens_fits() -> None:
     """A page of MiniLM is less than 2 MB; its excerpt is most of it."""
     from transformers import BertConfig, BertModel
@@ -135,7 +158,7 @@ class Elements(HTMLParser):
 
 
 def test_a_notebook_shows_map_and_table_without_script(examination: Examination) -> None:
-    html = notebook_html(examination)
+    html = notebook_html(replace(examination, advice=[]))
     seen = Elements(html)
     assert len(html) < 40_000
     assert not seen.tags & {"script", "style", "link", "img", "iframe", "a", "form"}

@@ -61,7 +61,7 @@ def examination() -> Examination:
     records = [
         replace(
             record,
-            traits=["induction"] if i == 5 else [],
+            traits=["induction", "broad"] if i == 5 else [],
             measures={**record.measures, "importance": Statistic(10.0**-i, 0.0, 10.0**-i, 10.0**-i, 2)},
         )
         for i, record in enumerate(found.records)
@@ -73,14 +73,14 @@ def examination() -> Examination:
         advice=[
             {
                 "topic": "Idle heads",
-                "text": "Two heads do nothing.",
+                "text": "Two heads do `<nothing>`.",
                 "heads": [[1, 2], [0, 3]],
                 "command": "headwise plan x",
             },
             {"topic": "Collapse", "text": "Tokens become equal.", "heads": [], "command": None},
         ],
         unseen=[{"name": "trunk.mixer", "class": "Mixer", "why": "it is written by hand"}],
-        by_length={"lengths": [64, LENGTH], "kinds": [["sink"] * 8, [r.kind for r in records]]},
+        by_length={"lengths": [64, LENGTH], "kinds": {"64": ["sink"] * 8, str(LENGTH): [r.kind for r in records]}},
     )
 
 
@@ -203,6 +203,7 @@ def test_advice_comes_first_and_its_heads_can_be_clicked(opened) -> None:
         "Heads",
     ]
     assert "From 2 texts of 150 tokens, 1 of them with spectra." in one(opened, ".advice").text
+    assert one(opened, ".advice code").text == "<nothing>"
     assert "trunk.mixer (Mixer): it is written by hand" in one(opened, ".warning").text
     assert "layers.1.self_attn, head 2" in pressed(opened)[0]  # the first head of the advice is shown
     chip = every(opened, "a.chip")[1]
@@ -328,7 +329,8 @@ def test_another_measure_repaints_the_map_and_is_explained(opened) -> None:
     assert "effective rank" in after
     assert "how many directions P uses" in one(opened, "#legend").text
     groups = [x.get_attribute("label") for x in every(opened, "#measure optgroup")]
-    assert groups == ["Kind", "Effect", "Spread", "Rank", "Position", "Single tokens"]
+    assert groups[:6] == ["Kind", "Effect", "Spread", "Rank", "Position", "Single tokens"]
+    assert "Other" not in groups
 
 
 def test_colours_tell_heads_apart_where_a_measure_is_skewed(opened) -> None:
@@ -465,8 +467,16 @@ def test_what_attends_to_a_token(opened) -> None:
     assert np.abs(np.sqrt(shown[stored]) - np.sqrt(column[stored])).max() < 0.5 / 255 + 1e-3
 
 
+def test_another_kind_that_fits_colours_a_corner(opened) -> None:
+    cells = every(opened, "button.head")
+    assert "gradient" in cells[5].value_of_css_property("background-image")
+    assert "gradient" not in cells[4].value_of_css_property("background-image")
+    assert cells[5].get_attribute("aria-label").endswith(", also induction, broad")
+    assert "that kind fits the head too" in one(opened, "#legend").text
+
+
 def test_kinds_at_other_lengths(opened) -> None:
-    assert "at 64 tokens" in one(opened, "#legend").text
+    assert "Kinds depend on the length: at 64 tokens" in one(opened, "#legend").text
     colour_by(opened, "kind 0")
     assert {b.text for b in every(opened, "button.head")} == {"S"}
     assert "layers.0.self_attn, head 0: sink" in every(opened, "button.head")[0].get_attribute("aria-label")
@@ -517,10 +527,10 @@ def test_patches_of_an_image_lie_on_a_grid(browser, tmp_path: Path) -> None:
     found = examine(sharpen(model), [batch], token_names=lambda x: [names], inputs={"kind": "images", "words": words})
     assert errors(browser, tmp_path / "vit.html", report_page(found)) == []
     assert len(every(browser, ".patches .token")) == 36
-    text = one(browser, "main").text
+    text = one(browser, "#tokens-section").text + one(browser, "header").text
     assert "Patches" in text
     assert "1 image of 37 patches" in one(browser, "header").text
-    assert not re.search(r"\b(texts?|tokens?)\b", text.partition("In words")[0])
+    assert not re.search(r"\b(texts?|tokens?)\b", text)
     every(browser, ".patches .token")[8].click()
     assert "“1,2” (9) attends" in one(browser, "#reading h3").text
     assert serious_faults(browser, dark=True, within="#tokens-section") == []

@@ -7,7 +7,7 @@ from typing import Any
 
 GROUPS = {
     "Effect": ("importance", "contribution", "output_norm", "value_norm"),
-    "Spread": ("entropy", "distance_to_uniform", "row_maximum", "frobenius", "largest_score", "max_logit"),
+    "Spread": ("entropy", "distance_to_uniform", "row_maximum", "frobenius", "largest_score", "visible_share"),
     "Rank": ("effective_rank", "stable_rank", "numeric_rank", "sigma", "energy", "output_error"),
     "Position": (
         "mass_within",

@@ -6,18 +6,18 @@ Text takes the colour of the notebook, so that it can be read on light and on da
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from html import escape
 from typing import Any
 
 from headwise.examination.record import Examination
+from headwise.examination.report.kind_styles import kind_style
 from headwise.examination.report.measure_groups import HEADINGS, first_columns
-from headwise.examination.report.page import basis, telling_heads
-from headwise.examination.report.report_figures import COLOURS
+from headwise.examination.report.page import basis, telling_heads, with_code
 from headwise.examination.report.site_labels import site_labels
 
 CELL = 22
-LETTERS = {"low rank": "R"}
 SHOWN_HEADS = 8
 
 
@@ -56,7 +56,7 @@ def _advice(facts: Mapping[str, Any], labels: list[str]) -> str:
         named = ", ".join(f"{labels[site]} · {head}" for site, head in heads[:SHOWN_HEADS])
         more = f" and {len(heads) - SHOWN_HEADS} more" if len(heads) > SHOWN_HEADS else ""
         rows.append(
-            f"<li><b>{escape(str(entry['topic']))}</b>: {escape(str(entry['text']))}"
+            f"<li><b>{escape(str(entry['topic']))}</b>: {with_code(entry['text'])}"
             + (f' <span style="opacity:.75">({escape(named + more)})</span>' if named else "")
             + (f"<br><code>{escape(str(entry['command']))}</code>" if entry.get("command") else "")
             + "</li>"
@@ -81,12 +81,13 @@ def _map(facts: Mapping[str, Any], labels: list[str]) -> str:
     ]
     for record in facts["records"]:
         x, y = left + record["head"] * CELL, 18 + record["site"] * CELL
+        style = kind_style(record["kind"])
         hint = f"{labels[record['site']]} · head {record['head']}: {record['kind']}; {record['description']}"
         drawn.append(
             f'<g><title>{escape(hint)}</title><rect x="{x}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" rx="4" '
-            f'fill="{COLOURS.get(record["kind"], "#777777")}"/><text x="{x + CELL / 2 - 1:.0f}" y="{y + 14}" '
-            f'text-anchor="middle" fill="{_ink(record["kind"])}" font-weight="600" {text}>'
-            f"{escape(_letter(record['kind']))}</text></g>"
+            f'fill="{style["colour"]}"/><text x="{x + CELL / 2 - 1:.0f}" y="{y + 14}" '
+            f'text-anchor="middle" fill="{style["ink"]}" font-weight="600" {text}>'
+            f"{escape(style['letter'])}</text></g>"
         )
     return (
         f'<svg role="img" aria-label="Map of heads by kind" width="{width}" height="{height}" '
@@ -95,13 +96,15 @@ def _map(facts: Mapping[str, Any], labels: list[str]) -> str:
 
 
 def _legend(facts: Mapping[str, Any]) -> str:
-    kinds = [record["kind"] for record in facts["records"]]
-    entries = [
-        f'<span style="white-space:nowrap;margin-right:1em"><span style="background:{COLOURS[kind]};color:{_ink(kind)};'
-        f'border-radius:4px;padding:0 .4em;font-weight:600">{_letter(kind)}</span> {kind} {kinds.count(kind)}</span>'
-        for kind in COLOURS
-        if kind in kinds
-    ]
+    kinds = Counter(record["kind"] for record in facts["records"])
+    entries = []
+    for kind, count in kinds.most_common():
+        style = kind_style(kind)
+        look = f"background:{style['colour']};color:{style['ink']};border-radius:4px;padding:0 .4em;font-weight:600"
+        entries.append(
+            f'<span style="white-space:nowrap;margin-right:1em"><span style="{look}">{escape(style["letter"])}</span> '
+            f"{escape(kind)} {count}</span>"
+        )
     return f"<div>{' '.join(entries)}</div>"
 
 
@@ -140,11 +143,3 @@ def _number(x: float | None, unit: str) -> str:
     if x is None:
         return "–"
     return f"{100 * x:.3g} %" if unit == "share" else f"{x:.3g}"
-
-
-def _letter(kind: str) -> str:
-    return LETTERS.get(kind, kind[:1].upper())
-
-
-def _ink(kind: str) -> str:
-    return "#fff" if kind in ("dense",) else "#000"

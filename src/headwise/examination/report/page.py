@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from headwise.errors import InputError, needs_extra, shown
 from headwise.examination.comparison import read_report
 from headwise.examination.measure.head_kinds import KINDS
 from headwise.examination.record import Examination
+from headwise.examination.report.kind_styles import kind_style
 from headwise.examination.report.measure_groups import first_columns, grouped
-from headwise.examination.report.report_figures import COLOURS, draw, figure_names
+from headwise.examination.report.report_figures import draw, figure_names
 from headwise.examination.report.site_labels import head_address, site_labels
 from headwise.output_directory import OutputDirectory, directory_for
 
@@ -116,11 +118,16 @@ def page_data(facts: Mapping[str, Any]) -> dict[str, Any]:
         "records": [_record(record) for record in facts["records"]],
         "telling": telling_heads(facts),
         "similarity": _similarity(facts["redundancy"]),
-        "kinds": {kind: {"colour": COLOURS[kind], "meaning": meaning} for kind, meaning in KINDS.items()},
-        **{
-            name: facts.get(name, {}) for name in ("layers", "ablations", "paths", "excerpt", "by_length", "provenance")
-        },
+        "kinds": {kind: {**kind_style(kind), "meaning": meaning} for kind, meaning in KINDS.items()},
+        "by_length": _by_length(facts.get("by_length") or {}),
+        **{name: facts.get(name, {}) for name in ("layers", "ablations", "paths", "excerpt", "provenance")},
     }
+
+
+def _by_length(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Lengths, and for each of them the kinds of all heads."""
+    lengths = found.get("lengths", [])
+    return {"lengths": lengths, "kinds": [found["kinds"][str(length)] for length in lengths]}
 
 
 def telling_heads(facts: Mapping[str, Any], count: int = 8) -> list[int]:
@@ -171,6 +178,14 @@ def basis(facts: Mapping[str, Any]) -> str:
     return f"{count} {words['item'] if count == 1 else words['items']} of {length} {words['units']}{few}"
 
 
+def with_code(text: str) -> str:
+    """The text as HTML, everything escaped, `words in backticks` as code."""
+    parts = [escape(part) for part in str(text).split("`")]
+    if len(parts) % 2 == 0:  # a backtick without a partner
+        return "`".join(parts)
+    return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
+
+
 def _advice(facts: Mapping[str, Any], labels: list[str]) -> list[dict[str, Any]]:
     places = {(record["site"], record["head"]) for record in facts["records"]}
     found = []
@@ -180,7 +195,9 @@ def _advice(facts: Mapping[str, Any], labels: list[str]) -> list[dict[str, Any]]
             {"label": f"{labels[site]} · {head}", "address": head_address(labels[site], head)}
             for site, head in heads[:SHOWN_HEADS]
         ]
-        found.append({**entry, "heads": shown_heads, "more": max(0, len(heads) - SHOWN_HEADS)})
+        found.append(
+            {**entry, "text": with_code(entry["text"]), "heads": shown_heads, "more": max(0, len(heads) - SHOWN_HEADS)}
+        )
     return found
 
 

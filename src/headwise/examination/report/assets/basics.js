@@ -75,13 +75,7 @@ const gradient = (colour) =>
     .join(",")})`;
 
 // ---- kinds of heads: a letter says the same as the colour ----
-const LETTERS = { "low rank": "R" };
-const KINDS = Object.fromEntries(
-  Object.entries(data.kinds).map(([kind, { colour, meaning }]) => [
-    kind,
-    { letter: LETTERS[kind] || kind[0].toUpperCase(), colour, ink: inkOn(parse(colour)), meaning },
-  ]),
-);
+const KINDS = data.kinds; // kind -> {colour, letter, ink, meaning}
 const kindOf = (name) => KINDS[name] || { letter: "?", colour: "#777777", ink: "#fff", meaning: "" };
 const swatch = (kind) =>
   make(

@@ -62,8 +62,9 @@ function buildMap() {
     "aria-pressed": "false",
     onclick: () => choose(i, { show: true }),
   });
+  const also = (i) => (measure === "kind" && traitsOf(i).length ? ` (also ${traitsOf(i).join(", ")})` : "");
   const said = (i) =>
-    (showsKinds() ? kindShown(i) : cellText(i)) + (measure === "kind" ? ` – ${records[i].description}` : "");
+    (showsKinds() ? kindShown(i) + also(i) : cellText(i)) + (measure === "kind" ? ` – ${records[i].description}` : "");
   headMap(byId("map"), {
     rows,
     names: sites.map(({ name, label, kind }) => ({ name, label: label + (kind === "cross" ? " (cross)" : "") })),
@@ -82,6 +83,11 @@ function buildMap() {
 }
 const showsKinds = () => !MEASURES[measure];
 const kindShown = (i) => (measure === "kind" ? records[i].kind : byLength.kinds[Number(measure.slice(5))][i]);
+// other kinds that fit the head too: the first of them colours a corner of its cell
+const traitsOf = (i) => records[i].traits || [];
+const alsoOf = (i) => (measure === "kind" ? traitsOf(i).filter((x) => KINDS[x]) : []);
+const cornered = (colour, also) =>
+  also ? `linear-gradient(225deg, ${kindOf(also).colour} 22%, transparent 23%), ${colour}` : colour;
 const cellText = (i) => {
   const x = value(records[i], measure);
   return known(x)
@@ -109,9 +115,11 @@ function paint() {
     let text, name;
     if (showsKinds()) {
       name = kindShown(i);
-      const { letter, colour, ink } = kindOf(name);
-      Object.assign(button.style, { background: colour, color: ink });
+      const { letter, colour, ink } = kindOf(name),
+        also = alsoOf(i)[0];
+      Object.assign(button.style, { background: cornered(colour, also), color: ink });
       text = letter;
+      if (measure === "kind" && traitsOf(i).length) name += `, also ${traitsOf(i).join(", ")}`;
     } else {
       name = cellText(i);
       const rgb = known(x) ? ramp(tones.place(x)) : null;
@@ -139,15 +147,21 @@ function paint() {
           ),
         );
     }
-    const other = (k) => records.filter((r, i) => byLength.kinds[k][i] !== r.kind).length;
-    if (byLength)
+    if (records.some((_, i) => alsoOf(i).length))
       legend.append(
-        make(
-          "p",
-          { class: "soft" },
-          `Kinds depend on the length: ${byLength.lengths.map((n, k) => `at ${n} ${WORDS.units} ${other(k) || "no"} ${other(k) === 1 ? "head has" : "heads have"} another kind`).join(", ")}.`,
-        ),
+        make("p", { class: "soft" }, "A corner in the colour of another kind: that kind fits the head too."),
       );
+    if (byLength) {
+      const others = byLength.kinds.map((kinds) => records.filter((r, i) => kinds[i] !== r.kind).length);
+      const differ = byLength.lengths.map((n, k) => [n, others[k]]).filter(([, count]) => count);
+      const words = differ.map(
+        ([n, count]) => `at ${n} ${WORDS.units} ${count} ${count === 1 ? "has" : "have"} another`,
+      );
+      const text = differ.length
+        ? `Kinds depend on the length: ${words.join(", ")}.`
+        : `Kinds are the same at ${byLength.lengths.join(", ")} ${WORDS.units}.`;
+      legend.append(make("p", { class: "soft" }, text));
+    }
     return;
   }
   const { unit } = MEASURES[measure];
@@ -167,11 +181,16 @@ function paint() {
 }
 
 // ---- table of heads ----
-const kindCell = (i) => [
-  swatch(records[i].kind),
-  records[i].kind,
-  ...(records[i].traits || []).map((x) => make("span", { class: "trait" }, x)),
-];
+const kindCell = (i) => [swatch(records[i].kind), records[i].kind];
+const traits = {
+  name: "traits",
+  label: "also",
+  group: "Kind",
+  left: true,
+  value: (i) => traitsOf(i).join(", "),
+  show: (i) => traitsOf(i).map((x) => make("span", { class: "trait" }, x)),
+  meaning: `What else holds of the head, beside its kind, on most ${WORDS.items}.`,
+};
 const columns = [
   {
     name: "layer",
@@ -196,9 +215,9 @@ const columns = [
     label: "kind",
     group: "Kind",
     left: true,
-    value: (i) => [records[i].kind, ...(records[i].traits || [])].join(" + "),
+    value: (i) => records[i].kind,
     show: kindCell,
-    meaning: `The first rule that fits the head on most ${WORDS.items}, and what else holds of it.`,
+    meaning: `The first rule that fits the head on most ${WORDS.items}.`,
   },
   {
     name: "description",
@@ -217,6 +236,7 @@ const columns = [
     value: (i) => value(records[i], x.name),
     meaning: `${x.label} = ${x.formula}: ${x.meaning}`,
   })),
+  ...(records.some((_, i) => traitsOf(i).length) ? [traits] : []),
 ];
 let table;
 function buildTable() {
@@ -224,7 +244,7 @@ function buildTable() {
     table: byId("table"),
     count: records.length,
     columns,
-    shown: ["layer", "head", "kind", ...data.columns],
+    shown: ["layer", "head", "kind", ...data.columns, "traits"],
     choose: (i, replace) => choose(i, { replace }),
     changed: (found) => {
       byId("count").textContent =

@@ -1,5 +1,5 @@
 // The plan: the operator chosen for each head, in colours and letters that no kind of head uses, and the trade-off.
-const OPERATORS = ["#332288", "#88CCEE", "#44AA99", "#882255", "#DDCC77", "#117733", "#CC6677", "#AA4499", "#999933"];
+const OPERATORS = ["#1b7f79", "#b5651d", "#7a8b00", "#4b6cb7", "#c2185b", "#607d8b", "#00a5bd", "#8d6e63", "#5c6b2f"];
 function plan() {
   const found = data.plan;
   if (!found) return;

@@ -4,7 +4,7 @@
    A filter is a list such as "sink, layer.4, entropy < 2, sink mass >= 30 %": all of it must hold. */
 function headTable({ table, count, columns, shown, choose, changed = () => {} }) {
   const byName = Object.fromEntries(columns.map((c) => [c.name, c]));
-  const state = { shown: [...shown], sort: null, down: false, filter: "", chosen: -1 };
+  const state = { shown: shown.filter((name) => byName[name]), sort: null, down: false, filter: "", chosen: -1 };
   const searchable = columns.filter((c) => c.left);
   const plain = (text) => text.toLowerCase().replaceAll("_", " ").trim();
 
