@@ -1,6 +1,7 @@
 """What watching a training run costs, and whether its alarms come in time.
 
-    python -m benchmarks.monitor cost       a training step at n = 1024 with and without the monitor, and its memory
+    python -m benchmarks.monitor cost       a training step at n = 1024 with and without the monitor
+    python -m benchmarks.monitor memory     the peak memory of a step with and without it
     python -m benchmarks.monitor alarms     20 runs whose logits explode and 20 healthy ones, in three settings
     python -m benchmarks.monitor tune       the same on the seeds on which the rules were chosen
 
@@ -14,6 +15,7 @@ are reported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -83,6 +85,7 @@ class Setting:
     doubling: int  # steps in which the rising learning rate doubles, from step 150 on
     steps: int
     optimizer: Callable[..., torch.optim.Optimizer]
+    batch: int = 16
 
     def learning_rate(self, step: int, planted: bool) -> float:
         rise = 2 ** (max(0, step - 150) / self.doubling) if planted else 1.0
@@ -106,7 +109,7 @@ TUNED = Setting("2 layers, AdamW, copying", 32, 4, 2, 48, 3, 0.3, 3e-3, 50, 500,
 SETTINGS = (
     TUNED,
     Setting("4 layers, Adam, slower rise", 48, 3, 4, 64, 5, 0.2, 2e-3, 70, 650, _adam),
-    Setting("3 layers, AdamW with decay, text", 64, 4, 3, 64, 0, 0.0, 2e-3, 40, 600, _decayed),
+    Setting("3 layers, AdamW with decay, text", 64, 4, 3, 64, 0, 0.0, 2e-3, 40, 600, _decayed, batch=24),
 )
 
 
@@ -116,14 +119,14 @@ def batches(setting: Setting, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
         text = torch.tensor(list(files("headwise.models").joinpath("data/moby-dick.txt").read_bytes()))
 
         def of_text() -> tuple[Tensor, Tensor]:
-            starts = torch.randint(len(text) - setting.n - 1, (8,), generator=generator)
+            starts = torch.randint(len(text) - setting.n - 1, (setting.batch,), generator=generator)
             windows = torch.stack([text[i : i + setting.n + 1] for i in starts.tolist()])
             return windows[:, :-1], windows[:, 1:]
 
         return of_text
 
     def copied() -> tuple[Tensor, Tensor]:
-        x = torch.randint(VOCABULARY, (16, setting.n), generator=generator)
+        x = torch.randint(VOCABULARY, (setting.batch, setting.n), generator=generator)
         noise = torch.randint(VOCABULARY, x.shape, generator=generator)
         is_noise = torch.rand(x.shape, generator=generator) < setting.noise
         y = torch.where(is_noise, noise, x.roll(setting.back, 1))
@@ -202,7 +205,7 @@ def _model(width: int, heads: int, layers: int) -> nn.Module:
     return TinyDecoder(1000, width, heads, layers, 4096)
 
 
-def _step(model: nn.Module, ids: Tensor, monitor: Monitor) -> None:
+def _step(model: nn.Module, ids: Tensor, monitor: Monitor | _Absent) -> None:
     with monitor.step():
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
@@ -216,14 +219,13 @@ def cost(rounds: int) -> None:
         model, ids = _model(width, heads, 2), torch.randint(1000, (batch, 1025))
         bare = Monitor(model, every=1 << 30)
         bare.steps = 1  # not due
-        plain = _Absent()
-        kinds = {"plain": plain, "not due": bare, "measured": Monitor(model, 1, rank_every=0)}
+        kinds = {"plain": _Absent(), "not due": bare, "measured": Monitor(model, 1, rank_every=0)}
         kinds["ranks"] = Monitor(model, 1, rank_every=1)
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
         for turn in range(rounds + 1):
             for kind, monitor in kinds.items():
                 start = time.process_time()
-                _step(model, ids, monitor)  # pyright: ignore[reportArgumentType]
+                _step(model, ids, monitor)
                 if turn:
                     times[kind].append(time.process_time() - start)
         base = statistics.median(times["plain"])
@@ -238,9 +240,7 @@ def cost(rounds: int) -> None:
 class _Absent:
     """No monitor at all."""
 
-    def step(self):
-        import contextlib
-
+    def step(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
@@ -287,7 +287,7 @@ def memory() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cost", "alarms", "tune"))
+    parser.add_argument("what", choices=("cost", "memory", "alarms", "tune"))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--setting", type=int, help="one of the settings, from 0")
@@ -295,6 +295,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "cost":
         cost(options.rounds)
+        return
+    if options.what == "memory":
         memory()
         return
     rules = replace(AlarmRules(), **options.rules)
