@@ -249,7 +249,9 @@ def _names(text: Batch, token_names: TokenNames | None) -> tuple[list[str], list
     mask, ids = text.get("attention_mask"), text.get("decoder_input_ids")
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[-1] == len(names):
         names = [name for name, seen in zip(names, mask[0].tolist(), strict=True) if seen]
-    return names, [] if ids is None else [str(x) for x in token_names({"input_ids": ids})[0]]
+    if ids is None or "input_ids" not in text:  # patches and frames have no vocabulary that could name the ids
+        return names, []
+    return names, [str(x) for x in token_names({"input_ids": ids})[0]]
 
 
 def _site_names(site: Mapping[str, Any], names: list[str], of_decoder: list[str]) -> dict[str, list[str]]:
