@@ -180,7 +180,8 @@ for _r in (8, 16, 32, 64, 128, 256):
         of=HeadSpectrum,
         name=f"output_error_{_r}",
         label=f"output error at rank {_r}",
-        definition=f"‖(P − P_{_r}) V‖ / ‖P V‖: error of the output if P is replaced by its best rank-{_r} matrix.",
+        definition=f"‖(P − P_{_r}) V‖ / ‖P V‖: error of the output if P is replaced by its best rank-{_r} matrix; root "
+        "mean square over all best ones where singular values are equal.",
         unit="share",
         shown=_r in (16, 64),
         compared=_r == 64,

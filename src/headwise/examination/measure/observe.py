@@ -72,8 +72,8 @@ class _SiteMeasurement:
         self.leading = torch.empty(site.heads, 0, dtype=torch.float64)
         self.spectra_exact = True
 
-    def add_spectra(self, scores: Scores, output: Tensor, generator: torch.Generator | None) -> None:
-        heads = spectra(scores, output, generator=generator)
+    def add_spectra(self, scores: Scores, v: Tensor, generator: torch.Generator | None) -> None:
+        heads = spectra(scores, v, generator=generator)
         self.spectral, self.spectra_exact = evaluate_spectra(heads), heads[0].spectrum.exact
         self.leading = torch.stack([head.values[:LEADING] for head in heads])
 
@@ -106,7 +106,7 @@ def observe(
             sums = stream(scores, v, workspace=workspace)
             measured = _SiteMeasurement(_site(call, blocks), sums)
             if with_spectra:
-                measured.add_spectra(scores, sums.output, generator)
+                measured.add_spectra(scores, v, generator)
             by_sequence.setdefault(b, []).append(measured)
             unprojected.append(measured)
             if _is_plain(call):

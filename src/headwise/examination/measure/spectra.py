@@ -1,11 +1,17 @@
 """The spectrum of P per head, and what the best P_r of rank r does to the head's output.
 
-    P = U diag(sigma) V^T      P_r keeps the r largest sigma (Eckart & Young 1936)
-    ||(P - P_r) X||_F^2 = sum_(i > r) ||u_i^T P X||^2        the u_i are orthonormal, so the parts add up
+    P = U diag(sigma) W^T      P_r keeps the r largest sigma (Eckart & Young 1936)
+    ||(P - P_r) V||_F^2 = sum_(i > r) ||u_i^T P V||^2 = sum_(i > r) sigma_i^2 ||w_i^T V||^2
 
-The second line, with X the values of the head, is the error that the model sees.  The energy of sigma alone misleads
-where an attention sink carries most of P and almost none of the output.  Up to EXACT tokens each head is decomposed in
-float64; beyond, the leading values come from block Krylov iteration and the effective rank is an upper estimate.
+The second line, with V the values of the head, is the error that the model sees: the u_i are orthonormal, so the parts
+add up.  Its last form divides by no sigma, so that a direction with sigma = 0 carries nothing.  The energy of sigma
+alone misleads where an attention sink carries most of P and almost none of the output.
+
+If sigma_r = sigma_(r+1) there are many best P_r, which differ in what they do to V; what tied directions carry together
+is then divided equally between them, which gives the root mean square of the error over all best P_r.
+
+Up to EXACT tokens each head is decomposed in float64; beyond, the leading values come from block Krylov iteration and
+the effective rank is an upper estimate.
 """
 
 from __future__ import annotations
@@ -34,21 +40,21 @@ class HeadSpectrum:
     """Singular values of P of one head on one text; the input of spectral measures."""
 
     spectrum: Spectrum  # every singular value if exact, else the LARGEST_RANK leading ones and ||P||_F
-    output_shares: Tensor  # ||u_i^T P V||^2 / ||P V||_F^2 for each of them
+    output_shares: Tensor  # ||u_i^T P V||^2 / ||P V||_F^2 for each of them, equal for equal singular values
 
     @property
     def values(self) -> Tensor:
         return self.spectrum.values
 
 
-def spectra(scores: Scores, output: Tensor, *, generator: torch.Generator | None = None) -> list[HeadSpectrum]:
-    """One HeadSpectrum a head: q (h, m, k), k (h, n, k), output P V (h, m, d)."""
+def spectra(scores: Scores, v: Tensor, *, generator: torch.Generator | None = None) -> list[HeadSpectrum]:
+    """One HeadSpectrum a head: q (h, m, k), k (h, n, k), v (h, n, d)."""
     h, m, n = scores.shape
     exact = min(m, n) <= EXACT
 
     def decompose(head: int) -> HeadSpectrum:
         one = Scores(scores.q[head], scores.k[head], scores.scale, scores.mask.index(head))
-        values, shares = _all_values(one, output[head]) if exact else _leading_values(one, output[head], generator)
+        values, shares = _all_values(one, v[head]) if exact else _leading_values(one, v[head], generator)
         frobenius = values.square().sum().sqrt() if exact else Softmax(one).frobenius()
         unknown = torch.full_like(values, torch.nan)
         spectrum = Spectrum(values, unknown, unknown, exact, min(m, n), frobenius.double())
@@ -71,27 +77,33 @@ def _one_thread_each(work: Callable[[int], HeadSpectrum], count: int) -> list[He
         torch.set_num_threads(threads)
 
 
-def _all_values(scores: Scores, output: Tensor) -> tuple[Tensor, Tensor]:
-    """All singular values, and the share of ||P V||^2 that each left vector carries, from the smaller Gram matrix."""
-    p, output = Softmax(scores.to(torch.float64)).dense(), output.double()
+def _all_values(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
+    """All singular values, and the share of ||P V||^2 that each direction carries, from the smaller Gram matrix."""
+    p, v = Softmax(scores.to(torch.float64)).dense(), v.double()
     if p.shape[0] <= p.shape[1]:
         squares, left = torch.linalg.eigh(p @ p.mT)
-        carried = (left.mT @ output).square().sum(-1)
+        carried = (left.mT @ (p @ v)).square().sum(-1)
     else:
         squares, right = torch.linalg.eigh(p.mT @ p)
-        # sigma_i u_i = P v_i; a direction with sigma = 0 carries nothing of P V
-        images = p @ right
-        lengths = torch.linalg.vector_norm(images, dim=0).clamp(min=1e-300)
-        carried = ((images.mT @ output) / lengths.unsqueeze(-1)).square().sum(-1)
-    order = squares.argsort(descending=True)
-    return squares[order].clamp(min=0).sqrt(), carried[order] / output.square().sum().clamp(min=1e-300)
+        carried = (p @ right).square().sum(0) * (right.mT @ v).square().sum(-1)
+    squares, carried = squares.flip(-1).clamp(min=0), carried.flip(-1)  # eigh sorts from the smallest
+    carried = _shared_between_ties(squares, carried)
+    return squares.sqrt(), carried / carried.sum().clamp(min=1e-300)
 
 
-def _leading_values(scores: Scores, output: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def _shared_between_ties(squares: Tensor, carried: Tensor) -> Tensor:
+    """The mean of `carried` over each run of equal `squares`: equal to rounding, n eps sigma_1^2."""
+    rounding = len(squares) * torch.finfo(torch.float64).eps * squares[0]
+    run = torch.nn.functional.pad((squares[:-1] - squares[1:] > rounding).long(), (1, 0)).cumsum(0)
+    sums = carried.new_zeros(len(squares)).index_add_(0, run, carried)
+    return (sums / run.bincount(minlength=len(squares)).clamp(min=1))[run]
+
+
+def _leading_values(scores: Scores, v: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     operator = Softmax(scores.to(torch.float32))
     triplets = singular_vectors(
         operator.apply, operator.adjoint, operator.shape, LARGEST_RANK, like=operator.like, generator=generator
     )
-    output = output.double()
+    output = operator.apply(v.float()).double()
     carried = (triplets.left.mT @ output).square().sum(-1)
     return triplets.spectrum.values, carried / output.square().sum().clamp(min=1e-300)
