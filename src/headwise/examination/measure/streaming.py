@@ -14,7 +14,7 @@ At most `limits.CACHE_ENTRIES` entries of P exist at a time.  `head_measures` ma
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -23,9 +23,13 @@ from torch import Tensor
 
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
+from headwise.operators.masks import Mask
 
 REACH = 64
 """Largest offset |j - i| of the profile."""
+
+ROWS = 64
+"""Least rows of P in a block, unless a single head of them is larger than the workspace."""
 
 SAMPLED_ROWS = 32
 """Query rows kept of every head, evenly spaced, to compare heads with one another."""
@@ -132,22 +136,49 @@ class Workspace:
 def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> HeadSums:
     """The sums of one text: q (h, m, k), k (h, n, k), v (h, n, d)."""
     workspace = workspace or Workspace()
+    h, _, n = scores.shape
+    # fewer heads at a time for long texts: every block of rows reads all keys and values, whatever its height
+    together = max(1, min(h, workspace.entries // (ROWS * n)))
+    parts = [
+        _stream(_heads(scores, first, first + together), v[first : first + together], workspace)
+        for first in range(0, h, together)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return HeadSums(**{field.name: torch.cat([getattr(x, field.name) for x in parts]) for field in fields(HeadSums)})
+
+
+def _heads(scores: Scores, first: int, stop: int) -> Scores:
+    """The scores of heads first:stop."""
+
+    def cut(x: Tensor | None, axes: int) -> Tensor | None:
+        return x if x is None or x.dim() < axes or len(x) == 1 else x[first:stop]
+
+    mask = scores.mask
+    mask = replace(
+        mask, key_mask=cut(mask.key_mask, 2), pair_mask=cut(mask.pair_mask, 3), attn_bias=cut(mask.attn_bias, 3)
+    )
+    return Scores(scores.q[first:stop], scores.k[first:stop], scores.scale, mask)
+
+
+def _stream(scores: Scores, v: Tensor, workspace: Workspace) -> HeadSums:
     q, k, v = scores.q.float(), scores.k.float().contiguous(), v.float().contiguous()
-    scores = Scores(q, k, scores.scale, scores.mask)
-    h, m, n = scores.shape
+    mask, (h, m, n) = scores.mask, scores.shape
     sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long().tolist()
-    peak, z, dot, norm = (_empty(h, m) for _ in range(4))
+    peak, z, dot, norm, visible = (_empty(h, m) for _ in range(5))
     received, diagonals = v.new_zeros(h, n), v.new_zeros(h, m + n - 1)
-    output, visible, sample = _empty(h, m, v.shape[-1]), _empty(h, m), v.new_zeros(h, len(sampled), n)
+    output, sample = _empty(h, m, v.shape[-1]), v.new_zeros(h, len(sampled), n)
     blocks = math.ceil(m / max(1, min(m, workspace.entries // (h * n))))
     step = math.ceil(m / blocks)
     for start in range(0, m, step):
         stop = min(start + step, m)
-        part, block = scores.rows(start, stop), slice(start, stop)
-        rows, columns = stop - start, part.k.shape[-2]
+        rows, block = stop - start, slice(start, stop)
+        columns = n if mask.ahead is None else max(1, min(stop + mask.ahead, n))  # no query attends beyond
         s, e = workspace.two_blocks(h, rows, columns)
         p, skewed = workspace.skewed_block(h, rows, columns)
-        peak[:, block] = highest = _finite_scores(part, s).amax(-1)
+        torch.baddbmm(s, q[:, block], k[:, :columns].mT, beta=0, alpha=scores.scale, out=s)
+        visible[:, block] = _hide(s, mask, start)
+        peak[:, block] = highest = s.amax(-1)
         torch.exp(s.sub_(highest.unsqueeze(-1)), out=e)
         z[:, block] = total = e.sum(-1)
         dot[:, block] = s.mul_(e).sum(-1)
@@ -157,7 +188,6 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
         received[:, :columns] += p.sum(-2)
         first = m - stop  # the block's lowest diagonal, j - i = -(stop - 1), in the order of `diagonals`
         diagonals[:, first : first + rows + columns - 1] += skewed.sum(-2)
-        visible[:, block] = part.mask.counts()
         for place, i in enumerate(sampled):
             if start <= i < stop:
                 sample[:, place, :columns] = p[:, i - start]
@@ -176,12 +206,26 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
     )
 
 
-def _finite_scores(part: Scores, out: Tensor) -> Tensor:
-    s = torch.baddbmm(out, part.q, part.k.mT, beta=0, alpha=part.scale, out=out)
-    if part.mask.attn_bias is not None:
-        s += part.mask.attn_bias
-    # -inf would give NaN where it is multiplied by an exponential of zero
-    return s if part.mask.visible is None else s.masked_fill_(~part.mask.visible, limits.HIDDEN)
+def _hide(s: Tensor, mask: Mask, start: int) -> Tensor:
+    """Apply the mask to scores s (h, rows, columns) of queries start ...; the number of visible keys of each query.
+
+    Hidden scores are finite: -inf would give NaN where it is multiplied by an exponential of zero.
+    """
+    rows, columns = s.shape[-2:]
+    if mask.visible is not None or mask.attn_bias is not None:
+        block = mask.part(start, start + rows, s.device)
+        if block.attn_bias is not None:
+            s += block.attn_bias
+        if block.visible is not None:
+            s.masked_fill_(~block.visible, limits.HIDDEN)
+        return block.counts()
+    if mask.ahead is None:
+        return torch.full((rows,), columns)
+    # only the last columns have hidden entries: key j is hidden from query i if j > i + ahead
+    first = max(0, start + mask.ahead + 1)
+    hidden = torch.ones(rows, columns - first, dtype=torch.bool).triu(start + mask.ahead + 1 - first)
+    s[..., first:].masked_fill_(hidden, limits.HIDDEN)
+    return (torch.arange(start, start + rows) + (mask.ahead + 1)).clamp(0, columns)
 
 
 def _sketched(sample: Tensor) -> Tensor:
