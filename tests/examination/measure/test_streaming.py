@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.examination.measure.streaming import Workspace, stream
+from headwise.examination.measure.streaming import REACH, Workspace, stream
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.masks import Mask
 
@@ -25,16 +25,26 @@ MASKS = {
 }
 
 
+POSITIONS = {
+    "all queries": torch.arange(M),
+    "queries at the end": torch.arange(N - M, N),
+    "queries with gaps": torch.arange(N)[torch.arange(N) % 4 < 3],
+}
+
+
 @pytest.mark.parametrize("entries", [1 << 19, 12000, 1000])
-@pytest.mark.parametrize("name", MASKS)
-def test_sums_equal_the_whole_matrix(name: str, entries: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [*((name, "all queries") for name in MASKS), *(("causal", places) for places in list(POSITIONS)[1:])],
+)
+def test_sums_equal_the_whole_matrix(name: str, places: str, entries: int) -> None:
     q, k, v = 2 * torch.randn(H, M, 8), torch.randn(H, N, 8), torch.randn(H, N, 5)
-    mask = MASKS[name]()
+    mask, positions = MASKS[name](), POSITIONS[places]
     visible = mask.rows(0, M)
     s = q.double() @ k.double().mT * 0.35
     s = (s if mask.attn_bias is None else s + mask.attn_bias).masked_fill(~visible, -math.inf)
     p = torch.softmax(s, -1)
-    found = stream(Scores(q, k, 0.35, mask), v, workspace=Workspace(entries))
+    found = stream(Scores(q, k, 0.35, mask), v, positions=positions, workspace=Workspace(entries))
 
     def close(actual: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=2e-6)
@@ -47,5 +57,11 @@ def test_sums_equal_the_whole_matrix(name: str, entries: int) -> None:
     close(found.received, p.mean(-2))
     close(found.visible, visible.sum(-1).expand(H, M))
     close(found.output, p @ v.double())
-    offsets = torch.arange(N) - torch.arange(M)[:, None]
-    close(found.diagonals, torch.stack([p[:, offsets == o].sum(-1) for o in range(1 - M, N)], -1))
+    offsets = torch.arange(N) - positions[:, None]
+    on = [offsets == o for o in range(-int(positions[-1]), N)]
+    close(found.diagonals, torch.stack([p[:, here].sum(-1) for here in on], -1))
+    energy = torch.stack([p[:, here].sum(-1).square() / max(1, int(here.sum())) for here in on], -1)
+    close(found.diagonal_energy, energy)
+    close(found.mass_within(4), p[:, offsets.abs() <= 4].sum(-1) / M)
+    close(found.profile()[:, REACH - 1], p[:, offsets == -1].sum(-1) / M)
+    assert found.profile().shape == (H, 2 * REACH + 1)

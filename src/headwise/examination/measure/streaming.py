@@ -13,7 +13,9 @@ At most `limits.CACHE_ENTRIES` entries of P exist at a time.  `head_measures` ma
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -48,11 +50,12 @@ class HeadSums:
     log_sum_exp: Tensor  # (h, m) log sum_j exp S_ij, so that P_ij = exp(S_ij - log_sum_exp_i) for any pair
     largest_score: Tensor  # (h,) max_ij S_ij
     received: Tensor  # (h, n) c_j / m, the mean weight that key j receives
-    diagonals: Tensor  # (h, m + n - 1) t_delta for delta = -(m - 1) ... n - 1, float64
+    diagonals: Tensor  # (h, last + n) t_delta for delta = -last ... n - 1, float64; last is the last of `positions`
     visible: Tensor  # (h, m) or broadcast: number of keys that query i may attend to
     output: Tensor  # (h, m, d) P V
     values: Tensor  # (h, n, d) V
     sampled_rows: Tensor  # (h, <= SAMPLED_ROWS, <= SKETCH) rows of P
+    positions: Tensor  # (m,) ascending: where on the axis of keys each query stands; 0, 1, ... unless some are left out
 
     @property
     def m(self) -> int:
@@ -67,35 +70,42 @@ class HeadSums:
         """(h,) ||P||_F^2"""
         return self.row_squares.double().sum(-1)
 
+    @property
+    def last(self) -> int:
+        """The position of the last query: the index of offset 0 in `diagonals`."""
+        return self.diagonals.shape[-1] - self.n
+
     @cached_property
     def offsets(self) -> Tensor:
-        """(m + n - 1,) the offset j - i of every diagonal."""
-        return torch.arange(-(self.m - 1), self.n, dtype=torch.float64)
+        """(last + n,) the offset j - i of every diagonal, i the position of the query."""
+        return torch.arange(-self.last, self.n, dtype=torch.float64)
 
     @cached_property
     def offset_mass(self) -> Tensor:
-        """(h, m + n - 1) t_delta / m: the mean weight at every offset; sums to 1."""
+        """(h, last + n) t_delta / m: the mean weight at every offset; sums to 1."""
         return self.diagonals / self.m
 
     @cached_property
     def diagonal_energy(self) -> Tensor:
-        """(h, m + n - 1) t_delta^2 / length: what the best constant on each diagonal explains of ||P||_F^2."""
-        lengths = torch.minimum(self.offsets + self.m, self.n - self.offsets)
-        return self.diagonals.square() / lengths.clamp(max=float(min(self.m, self.n)))
+        """(h, last + n) t_delta^2 / length: what the best constant on each diagonal explains of ||P||_F^2."""
+        queries = self.positions.double()
+        # the diagonal of offset delta has an entry for each query at -delta ... n - 1 - delta
+        lengths = torch.searchsorted(queries, self.n - self.offsets) - torch.searchsorted(queries, -self.offsets)
+        return self.diagonals.square() / lengths.clamp(min=1)
 
     def mass_at(self, offset: int) -> Tensor:
         """(h,) mean weight at one offset; zero if no pair of tokens is that far apart."""
-        index = self.m - 1 + offset
+        index = self.last + offset
         inside = 0 <= index < self.offset_mass.shape[-1]
         return self.offset_mass[:, index] if inside else self.offset_mass.new_zeros(len(self.offset_mass))
 
     def mass_within(self, width: int) -> Tensor:
         """(h,) mean weight at offsets -width ... width."""
-        return self.offset_mass[:, max(0, self.m - 1 - width) : self.m + width].sum(-1)
+        return self.offset_mass[:, max(0, self.last - width) : self.last + width + 1].sum(-1)
 
     def profile(self) -> Tensor:
         """(h, 2 REACH + 1) mean weight at offsets -REACH ... REACH."""
-        return F.pad(self.offset_mass, (REACH + 1 - self.m, REACH + 1 - self.n))  # a negative number cuts off
+        return F.pad(self.offset_mass, (REACH - self.last, REACH + 1 - self.n))  # a negative number cuts off
 
 
 def _empty(*shape: int) -> Tensor:
@@ -133,19 +143,26 @@ class Workspace:
         return block, self._skew.as_strided((h, rows, width - 1), (size, width + 1, 1), 1)
 
 
-def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> HeadSums:
-    """The sums of one text: q (h, m, k), k (h, n, k), v (h, n, d)."""
+def stream(
+    scores: Scores, v: Tensor, *, positions: Tensor | None = None, workspace: Workspace | None = None
+) -> HeadSums:
+    """The sums of one text: q (h, m, k), k (h, n, k), v (h, n, d).
+
+    positions  (m,) ascending: where on the axis of keys each query stands; default 0 ... m - 1
+    """
     workspace = workspace or Workspace()
+    positions = torch.arange(scores.m) if positions is None else positions.cpu()
     h, _, n = scores.shape
     # fewer heads at a time for long texts: every block of rows reads all keys and values, whatever its height
     together = max(1, min(h, workspace.entries // (ROWS * n)))
     parts = [
-        _stream(_heads(scores, first, first + together), v[first : first + together], workspace)
+        _stream(_heads(scores, first, first + together), v[first : first + together], positions, workspace)
         for first in range(0, h, together)
     ]
     if len(parts) == 1:
         return parts[0]
-    return HeadSums(**{field.name: torch.cat([getattr(x, field.name) for x in parts]) for field in fields(HeadSums)})
+    each = [field.name for field in fields(HeadSums) if field.name != "positions"]
+    return HeadSums(**{name: torch.cat([getattr(x, name) for x in parts]) for name in each}, positions=positions)
 
 
 def _heads(scores: Scores, first: int, stop: int) -> Scores:
@@ -161,17 +178,15 @@ def _heads(scores: Scores, first: int, stop: int) -> Scores:
     return Scores(scores.q[first:stop], scores.k[first:stop], scores.scale, mask)
 
 
-def _stream(scores: Scores, v: Tensor, workspace: Workspace) -> HeadSums:
+def _stream(scores: Scores, v: Tensor, positions: Tensor, workspace: Workspace) -> HeadSums:
     q, k, v = scores.q.float(), scores.k.float().contiguous(), v.float().contiguous()
     mask, (h, m, n) = scores.mask, scores.shape
     sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long().tolist()
     peak, z, dot, norm, visible = (_empty(h, m) for _ in range(5))
-    received, diagonals = v.new_zeros(h, n), v.new_zeros(h, m + n - 1)
+    last = int(positions[-1])
+    received, diagonals = v.new_zeros(h, n), v.new_zeros(h, last + n)
     output, sample = _empty(h, m, v.shape[-1]), v.new_zeros(h, len(sampled), n)
-    blocks = math.ceil(m / max(1, min(m, workspace.entries // (h * n))))
-    step = math.ceil(m / blocks)
-    for start in range(0, m, step):
-        stop = min(start + step, m)
+    for start, stop in _blocks(positions, max(1, workspace.entries // (h * n))):
         rows, block = stop - start, slice(start, stop)
         columns = n if mask.ahead is None else max(1, min(stop + mask.ahead, n))  # no query attends beyond
         s, e = workspace.two_blocks(h, rows, columns)
@@ -186,7 +201,7 @@ def _stream(scores: Scores, v: Tensor, workspace: Workspace) -> HeadSums:
         output[:, block] = e @ v[:, :columns]
         torch.div(e, total.unsqueeze(-1), out=p)
         received[:, :columns] += p.sum(-2)
-        first = m - stop  # the block's lowest diagonal, j - i = -(stop - 1), in the order of `diagonals`
+        first = last - int(positions[stop - 1])  # the block's lowest diagonal is that of its last query
         diagonals[:, first : first + rows + columns - 1] += skewed.sum(-2)
         for place, i in enumerate(sampled):
             if start <= i < stop:
@@ -203,7 +218,17 @@ def _stream(scores: Scores, v: Tensor, workspace: Workspace) -> HeadSums:
         output=output.div_(z.unsqueeze(-1)),
         values=v,
         sampled_rows=_sketched(sample),
+        positions=positions,
     )
+
+
+def _blocks(positions: Tensor, most: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of blocks of at most `most` queries that stand side by side."""
+    gaps = ((positions[1:] - positions[:-1] != 1).nonzero().flatten() + 1).tolist()
+    for first, last in itertools.pairwise([0, *gaps, len(positions)]):
+        step = math.ceil((last - first) / math.ceil((last - first) / most))
+        for start in range(first, last, step):
+            yield start, min(start + step, last)
 
 
 def _hide(s: Tensor, mask: Mask, start: int) -> Tensor:
