@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,10 @@ from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
 from headwise.models.fingerprint import batch_hash
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
-from headwise.models.run import Batch, OwnHook, blocks_of, hidden_states, run_model
+from headwise.models.run import Batch, OwnHook, SequenceLayout, blocks_of, hidden_states, run_model
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
+from headwise.operators.masks import Mask
 from headwise.shapes import filled
 
 LEADING = 64
@@ -101,10 +102,13 @@ def observe(
     def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
+        site, block = _site(call, blocks, states), block_of(call, blocks)
+        tokens.add(block, call)
         for b in range(len(call.q)):
-            scores, v = sequence(call, b)
-            sums = stream(scores, v, workspace=workspace)
-            measured = _SiteMeasurement(_site(call, blocks), sums)
+            part = measured_part(call, b, tokens.queries(block, call, b))
+            scores, v = part.cut(call)
+            sums = stream(scores, v, positions=part.positions, workspace=workspace)
+            measured = _SiteMeasurement(site, sums)
             if with_spectra:
                 measured.add_spectra(scores, v, generator)
             by_sequence.setdefault(b, []).append(measured)
@@ -123,11 +127,11 @@ def observe(
         outputs.clear()
         return known
 
-    blocks = blocks_of(model)
+    blocks, tokens = blocks_of(model), BlockTokens()
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, lambda x: [_layer_measures(one) for one in x], states),
+        hidden_states(blocks, lambda block, x: _each(_layer_measures, tokens.of(block, x)), states),
         _output_projections(model, unprojected),
         intercept(model, see, answer=answer),
     ):
@@ -145,20 +149,111 @@ def _is_plain(call: AttentionCall) -> bool:
     return call.q.dtype == torch.float32 == call.v.dtype and unmasked
 
 
-def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
-    """Scores and values of sequence b without padding: keys that no query attends to, and the same queries."""
-    q, k, v, mask = call.q[b], call.k[b], call.v[b], call.mask.index(b)
-    if mask.visible is not None:
-        keys = mask.visible.any(dim=-2).any(dim=0)
-        if not bool(keys.any()):
-            raise InputError(
-                f"{call.site}: the mask of text {b} of the batch hides all of its {mask.n} keys, so there is no "
-                "attention to measure; leave the text out"
+@dataclass(frozen=True, eq=False)
+class MeasuredPart:
+    """The queries and keys of one sequence of a call that are measured: no padding, no query that sees nothing."""
+
+    b: int
+    queries: Tensor | None  # (m,) boolean; None: all
+    keys: Tensor | None  # (n,) boolean; None: all
+    positions: Tensor | None  # of the queries on the axis of the keys that are left; None: 0, 1, ...
+
+    def cut(self, call: AttentionCall) -> tuple[Scores, Tensor]:
+        q, k, v, mask = call.q[self.b], call.k[self.b], call.v[self.b], call.mask.index(self.b)
+        if self.queries is not None or self.keys is not None:
+            queries, keys = (
+                torch.ones(size, dtype=torch.bool, device=q.device) if chosen is None else chosen
+                for size, chosen in ((mask.m, self.queries), (mask.n, self.keys))
             )
-        if not bool(keys.all()):
-            queries = keys if call.kind == "self" and mask.m == mask.n else torch.ones(mask.m, dtype=torch.bool)
             q, k, v, mask = q[:, queries], k[:, keys], v[:, keys], mask.select(queries, keys)
-    return Scores(q, k, call.scale, mask), v
+        return Scores(q, k, call.scale, mask), v
+
+
+def measured_part(call: AttentionCall, b: int, queries: Tensor | None = None) -> MeasuredPart:
+    """What is measured of sequence b: keys that some query attends to, and queries that attend to some key.
+
+    In self-attention a key that nobody attends to is padding, and so is its query.  `queries` (m,) boolean says which
+    queries of cross-attention are no padding, if that is known.
+    """
+    mask, aligned = call.mask.index(b), call.kind == "self" and call.mask.m == call.mask.n
+    keys = attended_keys(mask)
+    if keys is not None and not bool(keys.any()):
+        raise InputError(
+            f"{call.site}: the mask of text {b} of the batch hides all of its {mask.n} keys, so there is no "
+            "attention to measure; leave the text out"
+        )
+    if aligned and keys is not None:
+        queries = keys
+    empty = mask.empty_rows(call.q.device)
+    if empty is not None and bool(empty.any()):
+        alive = ~(empty.all(0) if empty.dim() > 1 else empty)  # of some head
+        queries = alive if queries is None else queries & alive
+    if queries is not None and bool(queries.all()):
+        queries = None
+    return MeasuredPart(b, queries, keys, _positions(mask, queries, keys, 0 if aligned else mask.ahead))
+
+
+def _positions(mask: Mask, queries: Tensor | None, keys: Tensor | None, ahead: int | None) -> Tensor | None:
+    """Where the queries stand among the keys that are left, if query i stands at key i + ahead; None: at 0, 1, ..."""
+    if ahead is None or (queries is None and not ahead):
+        return None
+    places = torch.arange(mask.m) + ahead
+    if queries is not None:
+        places = places[queries.cpu()]
+    if keys is None:
+        return places
+    return (keys.cumsum(0) - keys.long()).cpu()[places]  # the number of keys before it
+
+
+def attended_keys(mask: Mask) -> Tensor | None:
+    """(n,) boolean: the keys that some query attends to; None if that is all of them."""
+    if mask.visible is None:
+        return None
+    keys = mask.visible.any(dim=-2).any(dim=0)
+    return None if bool(keys.all()) else keys
+
+
+def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
+    """Scores and values of sequence b, as far as they are measured."""
+    return measured_part(call, b).cut(call)
+
+
+class BlockTokens:
+    """Which tokens of a block's hidden state are no padding, and on which axis they are, from its attention calls."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[str | None, SequenceLayout] = {}
+        self._kept: dict[str | None, list[Tensor | None]] = {}  # of each sequence, (m,) boolean; None: all
+
+    def add(self, block: str | None, call: AttentionCall) -> None:
+        """Note an attention call of the block."""
+        self._layouts[block] = self._layouts[None] = layout = SequenceLayout.of(call)
+        if call.kind == "self" and call.mask.m == call.mask.n == layout.length:
+            self._kept[block] = [attended_keys(call.mask.index(b)) for b in range(layout.sequences)]
+
+    def queries(self, block: str | None, call: AttentionCall, b: int) -> Tensor | None:
+        """The queries of a call that are no padding, from the self-attention of the same block; None: not known."""
+        kept = self._kept.get(block, [])
+        found = kept[b] if len(kept) == len(call.q) else None
+        return found if found is not None and len(found) == call.mask.m else None
+
+    def of(self, block: str, x: Tensor) -> list[Tensor] | None:
+        """The hidden state x of a block as one (n, d) a sequence, without padding; None if it is not one of tokens."""
+        layout = self._layouts.get(block, self._layouts.get(None))
+        x_by_sequence = None if layout is None else layout.by_sequence(x)
+        if x_by_sequence is None:
+            return None
+        kept = self._kept.get(block, [])
+        if len(kept) != len(x_by_sequence):
+            return list(x_by_sequence)
+        return [
+            one if keep is None or len(keep) != len(one) else one[keep]
+            for one, keep in zip(x_by_sequence, kept, strict=True)
+        ]
+
+
+def _each(measure: Callable[[Tensor], dict[str, float]], x: list[Tensor] | None) -> list[dict[str, float]] | None:
+    return None if x is None else [measure(one) for one in x]
 
 
 def _project(unprojected: list[_SiteMeasurement], weight: Tensor) -> None:
@@ -245,9 +340,16 @@ def _measurement(
     )
 
 
-def _site(call: AttentionCall, blocks: dict[str, nn.Module]) -> ExaminedSite:
-    block = next((block for block in blocks if call.site == block or call.site.startswith(block + ".")), None)
+def block_of(call: AttentionCall, blocks: Iterable[str]) -> str | None:
+    """The name of the block that makes the call."""
+    return next((block for block in blocks if call.site == block or call.site.startswith(block + ".")), None)
+
+
+def _site(call: AttentionCall, blocks: Iterable[str], states: Iterable[str]) -> ExaminedSite:
+    block = block_of(call, blocks)
+    uses = sum(name.partition("@")[0] == block for name in states)  # of the block, that have ended
     h, key_width, value_width = call.q.shape[1], call.q.shape[-1], call.v.shape[-1]
+    block = f"{block}@{uses + 1}" if uses else block
     return ExaminedSite(call.site, call.kind, call.causal, h, call.groups, key_width, value_width, block)
 
 

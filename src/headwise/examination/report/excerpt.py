@@ -33,7 +33,7 @@ def make_excerpt(
     model: nn.Module, batch: Batch, token_names: Callable[[Batch], list[list[str]]] | None
 ) -> dict[str, Any]:
     """Token names of the first sequence of the batch, and maps of every head on it."""
-    text = first_sequence(batch)
+    text = first_sequence(model, batch)
     sites: list[dict[str, Any]] = []
     means: list[Tensor] = []
 
