@@ -168,7 +168,10 @@ def _headline(
     if ranks:
         few = sum(rank < most / 16 for rank, most in zip(ranks, possible_ranks, strict=True))
         many = sum(rank > most / 2 for rank, most in zip(ranks, possible_ranks, strict=True))
-        exactness = "exact" if inputs["spectra_exact"] else "upper estimates at this length"
+        errors = [
+            record.measures["effective_rank_error"].mean / record.measures["effective_rank"].mean for record in records
+        ]
+        exactness = "exact" if inputs["spectra_exact"] else f"estimated within {max(errors):.0%}"
         lines.append(
             f"Effective ranks ({_mean_over(some)}, {exactness}) range from {min(ranks):.0f} to {max(ranks):.0f}: "
             f"{few} heads below n/16, {many} above n/2."

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from headwise.examination import examine
 from headwise.examination.measure.depth import collapse_curves
-from headwise.examination.measure.head_measures import evaluate_spectra
 from headwise.examination.measure.observe import Measurement, observe
 from headwise.models import attention, intercept
 from headwise.theory.collapse import relative_residual
@@ -277,24 +276,3 @@ def test_blocks_of_rows_do_not_change_the_result() -> None:
     (whole,), (pieces,) = observe(model, batch), observe(model, batch, entries=500)
     for name, x in whole.numbers.items():
         torch.testing.assert_close(pieces.numbers[name], x, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_long_texts_agree_with_the_exact_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the exact size the leading values come from block Krylov; both ways must agree where both apply."""
-    from headwise.examination.measure import spectra as module
-    from headwise.operators._kernels.scores import Scores
-    from headwise.operators.masks import Mask
-
-    q, k, v = (torch.randn(2, 600, 16) * 2 for _ in range(3))
-    scores = Scores(q, k, 0.25, Mask(q.shape[-2], k.shape[-2]))
-    exact = module.spectra(scores, v)
-    monkeypatch.setattr(module, "EXACT", 100)
-    krylov = module.spectra(scores, v)
-    assert all(head.spectrum.exact for head in exact)
-    assert not any(head.spectrum.exact for head in krylov)
-    found, expected = evaluate_spectra(krylov), evaluate_spectra(exact)
-    for name in ("sigma_1", "sigma_ratio", "stable_rank", "energy_64", "output_error_64"):
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4, msg=name)
-    for one, other in zip(krylov, exact, strict=True):
-        torch.testing.assert_close(one.values[:32], other.values[:32], rtol=1e-3, atol=0)
-    assert (found["effective_rank"] >= expected["effective_rank"] * 0.999).all()
