@@ -168,10 +168,7 @@ def _headline(
     if ranks:
         few = sum(rank < most / 16 for rank, most in zip(ranks, possible_ranks, strict=True))
         many = sum(rank > most / 2 for rank, most in zip(ranks, possible_ranks, strict=True))
-        errors = [
-            record.measures["effective_rank_error"].mean / record.measures["effective_rank"].mean for record in records
-        ]
-        exactness = "exact" if inputs["spectra_exact"] else f"estimated within {max(errors):.0%}"
+        exactness = "exact" if inputs["spectra_exact"] else f"estimated within {_largest_error(records):.0%}"
         lines.append(
             f"Effective ranks ({_mean_over(some)}, {exactness}) range from {min(ranks):.0f} to {max(ranks):.0f}: "
             f"{few} heads below n/16, {many} above n/2."
@@ -197,6 +194,11 @@ def _possible_ranks(measurements: Sequence[Measurement], with_spectra: list[int]
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'s' * (n != 1)}"
+
+
+def _largest_error(records: Sequence[Record]) -> float:
+    """Of estimated effective ranks, relative to them."""
+    return max(x.measures["effective_rank_error"].mean / x.measures["effective_rank"].mean for x in records)
 
 
 def _mean_over(texts: int) -> str:
