@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+# no test depends on a compiler, except those that ask for the `kernels` fixture
+os.environ.setdefault("HEADWISE_KERNELS", "off")
 
 # one thread: the suite runs in parallel processes, and a reduction's order then never changes
 torch.set_num_threads(1)
@@ -36,3 +42,24 @@ hypothesis.settings.load_profile("default")
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(0)
     random.seed(0)
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A HEADWISE_CACHE for all processes and runs of the suite: the library is built when its sources have changed."""
+    kept = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
+    return tmp_path_factory.mktemp("kernels") if kept is None else Path(kept.mkdir("headwise-kernels"))
+
+
+@pytest.fixture
+def kernels(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the test with the compiled kernels; without a compiler it is skipped."""
+    from headwise.operators._kernels import native
+    from headwise.operators._kernels.native.kernel_build import cannot_build
+
+    if (reason := cannot_build()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("HEADWISE_CACHE", str(kernel_cache))
+    with native.switched("build"):
+        assert native.LIBRARY.ready(), native.LIBRARY.reason
+        yield

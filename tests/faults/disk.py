@@ -140,7 +140,7 @@ def draw_disk_faults(
                 subject, "file size limit", {"limits": {"RLIMIT_FSIZE": limit // 2}}, detail=f"{limit // 2} B"
             )
             if mount:
-                pages = max(2, int(fraction * size) // 4096)
+                pages = len(subject.planted) + max(2, int(fraction * size) // 4096)  # the user's files must fit
                 yield DiskFault(subject, "full disk", size=pages * 4096, detail=f"{pages} pages")
         user = {"user": NOBODY} if os.geteuid() == 0 else {}
         yield DiskFault(subject, "read-only directory", user, before="read-only directory")

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError
-from headwise.linalg.norms import composite_norm, frobenius_norm, spectral_norm
+from headwise.linalg.norms import composite_norm, frobenius_norm, infinity_norm, one_norm, spectral_norm
 from headwise.nn import Encoder, MultiHead
 from headwise.theory.collapse import (
     SHRINKS,
     beta_of,
     collapse,
     collapse_curve,
-    log_bound,
-    log_bound_with_skips,
+    layer_constant,
+    published_log_bound,
     relative_residual,
     residual,
 )
@@ -50,10 +50,61 @@ def test_the_bound_holds_and_is_computed_in_logs() -> None:
         assert found.verdict().holds
         assert found.premises[SHRINKS]
         assert all(later < sooner for sooner, later in itertools.pairwise(found.log_bound))
-    rate = math.log(4 * 2 * beta_of(stack) / math.sqrt(3))
     start = composite_norm(residual(x)).log().item()
-    assert found.log_bound[2] == pytest.approx(4 * rate + 9 * start)
-    assert math.isfinite(log_bound(12, beta=3.0, heads=12, key_width=64, log_residual=5.0))
+    first, second = stack.layers[:2]
+    by_hand = start
+    for layer in (first, second):
+        spread = one_norm(layer.wq @ layer.wk.mT).max().item() * math.exp(2 * by_hand) / math.sqrt(3)
+        by_hand = math.log(layer_constant(5, 6, spread) * beta_of(layer) / math.sqrt(3)) + 3 * by_hand
+    assert found.log_bound[2] == pytest.approx(by_hand)
+    known = {"beta": 2.0, "heads": 3, "key_width": 16, "log_residual": 0.5}
+    assert published_log_bound(2, **known) == pytest.approx(4 * math.log(4 * 3 * 2 / 4) + 9 * 0.5)
+    assert math.isfinite(published_log_bound(12, beta=3.0, heads=12, key_width=64, log_residual=5.0))
+    assert math.isfinite(collapse(random_stack(6, 2, 6), 1e3 * gaussian(5, 6)).log_bound[-1])
+
+
+def test_the_constant_of_one_layer() -> None:
+    assert layer_constant(33, 10**6) < 4 < layer_constant(34, 10**6)
+    assert layer_constant(10**6, 16) < 4 < layer_constant(10**6, 17)
+    assert layer_constant(10**9, 10**9, 1.97) < 4 < layer_constant(10**9, 10**9, 1.98)
+    assert layer_constant(10**9, 10**9, 0.0) == pytest.approx(math.sqrt(2))
+    assert layer_constant(10**9, 10**9, 1e-9) == pytest.approx(math.sqrt(2))
+    assert layer_constant(8, 10**9, 1e9) == pytest.approx(7 / 8 * 2)
+
+
+def test_beta_adds_the_two_factors_of_the_norm_over_heads() -> None:
+    layer = random_stack(1, 3, 6).layers[0]
+    scores = [one_norm(q @ k.mT) for q, k in zip(layer.wq, layer.wk, strict=True)]
+    columns = sum(s * w.abs().sum(0).max() for s, w in zip(scores, layer.w, strict=True))
+    rows = sum(s * w.abs().sum(1).max() for s, w in zip(scores, layer.w, strict=True))
+    assert beta_of(layer) == pytest.approx((columns * rows).sqrt().item())
+    one = random_stack(1, 1, 6).layers[0]
+    assert beta_of(one) == pytest.approx((one_norm(one.wq[0] @ one.wk[0].mT) * composite_norm(one.w[0])).item())
+
+
+@pytest.mark.parametrize("n, d, k", [(2, 1, 1), (6, 3, 2), (40, 20, 4)])
+def test_each_step_of_the_proof_holds(n: int, d: int, k: int) -> None:
+    """The inequalities of docs/explanation/rank-collapse.md, for scores from small to saturated."""
+    for seed, size in itertools.product(range(5), (0.05, 0.5, 2.0, 8.0)):
+        generator = torch.Generator().manual_seed(seed)
+        x = size * torch.randn(n, d, dtype=torch.float64, generator=generator)
+        wq, wk = (torch.randn(d, k, dtype=torch.float64, generator=generator) for _ in range(2))
+        rest, root, scores = residual(x), math.sqrt(k), wq @ wk.mT
+        p = torch.softmax(x @ scores @ x.mT / root, -1)
+        e = rest @ scores @ rest.mT / root
+        spread = (e.amax(-1) - e.amin(-1)).max().item()
+        a = (one_norm(scores) * one_norm(rest) * infinity_norm(rest)).item() / root
+        slack = 1 + 1e-9
+        assert rest.abs().max() <= one_norm(rest) / 2 * slack
+        assert 2 * e.abs().max() <= a * slack
+        assert spread <= a * slack
+        assert one_norm(e) <= a * slack
+        moved = residual(p @ rest)
+        assert infinity_norm(moved) <= (1 - 1 / n) * a * infinity_norm(rest) * slack
+        kappa = (layer_constant(10**15, 10**15, spread)) ** 2
+        assert one_norm(moved) <= (1 - 1 / n) * min(n / 2, d, kappa) * a * one_norm(rest) * slack
+        whole = layer_constant(n, d, spread) * one_norm(scores).item() / root * composite_norm(rest).item() ** 3
+        assert composite_norm(moved).item() <= whole * slack
 
 
 def test_large_inputs_do_not_meet_the_premise() -> None:
@@ -79,11 +130,11 @@ def test_the_bound_with_skips_holds_and_does_not_shrink() -> None:
         assert found.verdict().holds
         assert not found.shrinks
         assert found.log_bound == sorted(found.log_bound)
-    r, c, root = 0.1, 4 * 2 * 3.0 / math.sqrt(4), math.sqrt(5 * 6)
-    added = c * r**3
+    layer, r, root = stack.layers[0], math.exp(found.log_bound[0]), math.sqrt(5 * 6)
+    spread = one_norm(layer.wq @ layer.wk.mT).max().item() * r**2 / math.sqrt(3)
+    added = layer_constant(5, 6, spread) * beta_of(layer) / math.sqrt(3) * r**3
     by_hand = math.sqrt(r**2 + added**2 + (root + 1 / root) * r * added)
-    known = {"beta": 3.0, "heads": 2, "key_width": 4, "log_residual": math.log(r), "shape": (5, 6)}
-    assert math.exp(log_bound_with_skips(1, **known)) == pytest.approx(by_hand)
+    assert math.exp(found.log_bound[1]) == pytest.approx(by_hand)
     # two matrices of unlike shape attain the factor that the missing triangle inequality costs
     tall, wide = torch.zeros(5, 6, dtype=torch.float64), torch.zeros(5, 6, dtype=torch.float64)
     tall[:, 0], wide[0] = 1, 1

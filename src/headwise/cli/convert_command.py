@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ LARGEST_INPUT = 1 << 31
 
 
 def run(argv: list[str]) -> int:
+    # torch.export opens progress bars that it does not show; with little memory their idle thread cannot be started
+    warnings.filterwarnings("ignore", "tqdm:disabling monitor support")
     parser = Parser(
         prog="headwise convert",
         description="Convert every convolution of a model to attention with one head per kernel cell; "

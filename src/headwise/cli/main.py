@@ -57,6 +57,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "headwise.cli.bench_command",
         "what attention costs: exponents over n, other packages, distance from exact",
     ),
+    "kernels": (
+        "headwise.cli.kernels_command",
+        "the compiled CPU kernels: do they run, where are they, build them",
+    ),
     "tour": ("headwise.cli.tour_command", "three operators, their spectra and costs, and one verdict"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor
 
 from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, equal, matrix, rounding, shown
 from headwise.nn.multihead import MultiHead
-from headwise.nn.relative_attention import ConvolutionGeometry
 from headwise.operators.relative.shift import Border, shift
 from headwise.theory.complexity import exponent
-from headwise.theory.convolution import convolution_is_attention, encoding_costs, sharp_heads_are_shifts
+from headwise.theory.convolution import encoding_costs, sharp_heads_are_shifts
 
 SOURCE = Source(
     "S4",
@@ -72,12 +72,38 @@ def quadratic_score() -> Finding:
 
 
 @SOURCE.claim(
+    "S4.misprint",
+    "b.1",
+    "v = -alpha (1, -2 Delta_1, -2 Delta_1)",
+    r"v=-\alpha(1,-2\Delta_1,-2\Delta_1)^\top",
+    Outcome.CORRECTED,
+    "A misprint, right in the next line and in d.2: with Delta_1 twice the head is centred on the diagonal.",
+    premise="none",
+    truth="v = -alpha (1, -2 Delta_1, -2 Delta_2)",
+)
+def second_coordinate() -> Finding:
+    alpha, centre, delta = 1.7, (2.0, -1.0), draw(50, 2) * 3
+    r = torch.cat([delta.square().sum(-1, keepdim=True), delta], -1)
+    expected = -alpha * (delta.square().sum(-1) - 2 * delta[:, 0] * centre[0] - 2 * delta[:, 1] * centre[1])
+
+    def score(first: float, second: float) -> Tensor:
+        return r @ torch.tensor([-alpha, 2 * alpha * first, 2 * alpha * second], dtype=torch.float64)
+
+    return Finding(
+        equal("v' r_delta with Delta_1 twice against the result of b.1", score(centre[0], centre[0]), expected, 1e-11),
+        corrected=equal("with Delta_2 in its place", score(*centre), expected, 1e-11),
+        example="Delta = (2, -1): as printed the centre is (2, 2)",
+    )
+
+
+@SOURCE.claim(
     "S4.absolute-cost",
     "b.2",
     "Absolute encodings cost O(D_x^3) for each score",
     r"O(N^2D_x^3)",
     Outcome.CORRECTED,
     "Tokens are projected once, not once a pair: D_x^2 for each token.",
+    premise="tokens are projected once, not once a pair",
     truth="O(N^2 D_x + N D_x^2)",
 )
 def cost_of_absolute_encoding() -> Finding:
@@ -96,18 +122,45 @@ def cost_of_absolute_encoding() -> Finding:
 
 
 @SOURCE.claim(
+    "S4.relative-same",
+    "b.2",
+    "The scores of a general relative encoding cost the same as those of an absolute one",
+    r"A^{relative}\sim A^{absolute}",
+    Outcome.CORRECTED,
+    "Of the same order in N and D_x, but not the same: every difference of positions is projected too.",
+    premise="a head of width D_x on a square grid of N cells, with one vector for each difference of positions",
+    truth="the same order, O(N^2 D_x + N D_x^2), at 2.2 to 3 times the operations",
+)
+def relative_costs_more() -> Finding:
+    """Counted operations of general relative over absolute encodings, from 8 x 8 to 32 x 32 cells."""
+    ratios = {}
+    for side, d in ((8, 64), (16, 64), (32, 64), (32, 256)):
+        costs = encoding_costs((side, side), d)
+        ratios[side, d] = costs["relative"].multiply_adds / costs["absolute"].multiply_adds
+    sides = (16, 32, 64, 128)
+    counts = [encoding_costs((side, side), 64)["relative"].multiply_adds for side in sides]
+    order = exponent([side * side for side in sides], counts).value
+    return Finding(
+        at_most("largest ratio of relative to absolute, multiply-adds", max(ratios.values()), 1.05),
+        corrected=at_most("exponent in N of the relative encoding", order, 2.0),
+        example=", ".join(f"{ratio:.2f} times on {side} x {side}, D = {d}" for (side, d), ratio in ratios.items()),
+    )
+
+
+@SOURCE.claim(
     "S4.relative-cost",
     "b.2",
     "The quadratic relative encoding is cheaper than the absolute one",
     r"O(N^2D_x+ND_x^2)",
     Outcome.HOLDS,
-    "With its Kronecker structure it is cheaper still.",
+    "With its Kronecker structure, which the text does not use, it is cheaper still.",
 )
 def quadratic_is_cheaper() -> Finding:
+    """The dense form of the text, N^2 scores of D_p products each, not the Kronecker form."""
     costs = {name: cost.multiply_adds for name, cost in encoding_costs((8, 8), 64).items()}
-    cheapest = min(cost for name, cost in costs.items() if name != "absolute")
+    dense = costs["quadratic"] / costs["absolute"]
     return Finding(
-        at_most("quadratic relative encoding over absolute encoding, multiply-adds", cheapest / costs["absolute"], 1.0),
+        at_most("dense quadratic relative encoding over absolute encoding, multiply-adds", dense, 1.0),
         example=", ".join(f"{name} {cost:,}" for name, cost in costs.items()),
     )
 
@@ -169,6 +222,7 @@ def rate_of_the_limit() -> Finding:
     r"\sum_hZ_{q-f(h)}W^{(h)}=\sum_hZ_{q+f(h)}W^{(h)}",
     Outcome.CORRECTED,
     "Fix the direction once: delta = k - q. Otherwise the kernel is reversed.",
+    premise="the set of shifts is symmetric",
     truth="equal if W of the opposite shift is taken; the theorem stands, with another bijection f",
 )
 def sign_of_the_shift() -> Finding:
@@ -193,13 +247,36 @@ def sign_of_the_shift() -> Finding:
     "Multi-head attention expresses any convolution",
     r"\mathrm{MHSA}=\mathrm{conv}",
     Outcome.HOLDS,
-    "Tested as a module, with bias.",
+    "A whole layer: softmax of quadratic scores, W_V, concatenation, W_out and a bias.",
 )
 def whole_theorem() -> Finding:
-    geometry = ConvolutionGeometry(
-        in_channels=2, kernel_size=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1))
+    """concat_h(softmax(A_h) Z W_V,h) W_out + b against torch's convolution, on a padded 6 x 7 image with 2 channels."""
+    kernel, bias, image = draw(4, 2, 3, 3), draw(4, seed=1), draw(2, 6, 7, seed=2)
+    return Finding(
+        rounding("nine heads with softmax, W_V and W_out, and a 3x3 convolution", _layer_error(kernel, bias, image)),
+        example="alpha = 50 on 8 x 9 padded keys, W_V of each head a random invertible matrix, W_out its inverse times "
+        "the kernel's slice",
     )
-    return Finding(convolution_is_attention(geometry, draw(4, 2, 3, 3), draw(4, seed=1), draw(1, 2, 6, 7, seed=2)))
+
+
+def _layer_error(kernel: Tensor, bias: Tensor, image: Tensor, alpha: float = 50.0) -> float:
+    """Largest difference between the layer of the theorem and the convolution, relative to the largest output."""
+    channels, k = kernel.shape[1], kernel.shape[-1]
+    padded = F.pad(image, (k // 2,) * 4)
+    keys = torch.cartesian_prod(*(torch.arange(side) for side in padded.shape[1:])).double()
+    queries = torch.cartesian_prod(*(torch.arange(side) + k // 2 for side in image.shape[1:])).double()
+    z, heads, blocks = padded.flatten(1).mT, [], []
+    for h, (i, j) in enumerate(itertools.product(range(k), repeat=2)):
+        shift = torch.tensor([i - k // 2, j - k // 2], dtype=torch.float64)
+        delta = keys - queries[:, None]
+        # v' r_delta with r = (||delta||^2, delta) and v = -alpha (1, -2 shift)
+        scores = -alpha * (delta.square().sum(-1) - 2 * delta @ shift)
+        wv = draw(channels, channels, seed=10 + h)
+        heads.append(torch.softmax(scores, -1) @ z @ wv)
+        blocks.append(torch.linalg.solve(wv, kernel[:, :, i, j].mT))
+    layer = torch.cat(heads, -1) @ torch.cat(blocks) + bias
+    expected = F.conv2d(image[None], kernel, bias, padding=k // 2)[0].flatten(1).mT
+    return ((layer - expected).abs().max() / expected.abs().max()).item()
 
 
 def _by_shifts(
@@ -232,7 +309,7 @@ def _difference(**options) -> float:
     r"\lfloor K/2\rfloor",
     Outcome.HOLDS_WITH_PREMISE,
     "Without padded keys the border is replicated.",
-    premise="the keys are padded, not only the output cropped",
+    premise="the keys are padded, not only the output cropped; K is odd (S4.padding-odd)",
 )
 def equality() -> Finding:
     z = matrix([[1.0], [2.0]])
@@ -245,6 +322,30 @@ def equality() -> Finding:
         without=rounding("the same with keys inside the image only", _difference(padding=1, border="replicate")),
         example=f"Z = (1, 2), kernel (1, 1, 1): padded, three heads give {shown(zeros)}, as the convolution does; "
         f"with keys inside the image only, heads attend to the nearest pixel and give {shown(nearest)}",
+    )
+
+
+@SOURCE.claim(
+    "S4.padding-odd",
+    "e.1",
+    "Padding by floor(K/2) on each side keeps the size of the image",
+    r"\lfloor K/2\rfloor",
+    Outcome.HOLDS_WITH_PREMISE,
+    "An even kernel needs K/2 zeros on one side and K/2 - 1 on the other, as torch's padding='same' does.",
+    premise="K is odd",
+)
+def padding_of_odd_kernels() -> Finding:
+    """The size of a convolution of an 8 x 8 image for odd and for even K."""
+
+    def change(k: int) -> int:
+        return abs(F.conv2d(draw(1, 1, 8, 8), draw(1, 1, k, k, seed=1), padding=k // 2).shape[-1] - 8)
+
+    uneven = F.conv2d(F.pad(draw(1, 1, 8, 8), (1, 2, 1, 2)), draw(1, 1, 4, 4, seed=1)).shape
+    return Finding(
+        at_most("rows gained or lost, K = 1, 3, 5, 7", max(change(k) for k in (1, 3, 5, 7)), 0),
+        without=at_most("the same with K = 2, 4", max(change(k) for k in (2, 4)), 0),
+        example=f"K = 4 on 8 x 8: two zeros on each side give 9 x 9; one before and two after give "
+        f"{uneven[-2]} x {uneven[-1]}",
     )
 
 

@@ -59,13 +59,15 @@ def audit_weights(weights: str | nn.Module, *, heads: int | None = None, tokens:
     w = x[:, :1] - x[:, :1].mean()
     errors = torch.tensor([expected_square(head, w, rank) ** 0.5 / (head @ w).norm().item() for head in p])
     rows = (
-        _row("beta", bound.beta, "largest ||W_Q W_K'||_1 ||W_V W_O||_(1,inf)"),
+        _row("beta", bound.beta, "largest over layers; heads added in ||.||_1 and ||.||_inf"),
         _row("log(residual / bound), last layer", bound.tightness[-1], "negative: below the bound"),
-        _row("bound shrinks with depth", bound.premises[SHRINKS], "sqrt(4 H beta / sqrt d) ||res X|| < 1"),
+        _row("bound shrinks with depth", bound.premises[SHRINKS], "C beta / sqrt(d) ||res X||^2 < 1"),
         _row("relative residual, pure attention", pure, "0: all tokens equal"),
         _row("relative residual, with skips", relative_residual(with_skips.states(x)[-1]).item(), ""),
         _row(
-            "share of output by path length", [f"{s:.2f}" for s in share], f"with skips; sum error {groups.error:.0e}"
+            "share of output by path length",
+            [f"{s:.2f}" for s in share],
+            f"with skips, without norms and MLPs, random tokens; sum error {groups.error:.0e}",
         ),
         _row("residual by path length", [f"{s:.1g}" for s in groups.residuals()], "relative; 0: all tokens equal"),
         _row("permutation symmetry, first layer", symmetry.verdict.name, "self-attention without positions has it"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -72,6 +74,7 @@ def _attention_loss(s: Tensor, v: Tensor, target: Tensor) -> Tensor:
     r"B=\nabla_SL+XW_QW_K^\top X^\top",
     Outcome.CORRECTED,
     "With plus the loss increases: growth would make the model worse.",
+    premise="eta small enough for the first-order model",
     truth="B = S - eta grad, with a step eta > 0",
 )
 def sign_of_the_target() -> Finding:
@@ -86,6 +89,65 @@ def sign_of_the_target() -> Finding:
         corrected=at_most("change when they move to S - eta grad", down, 0.0),
         example=f"one query, scores (0, 0), values 0 and 1, target 1: the loss is {loss.item():g} and its gradient "
         f"{shown(gradient[0])}; with plus the loss changes by {up:+.3f}, with minus by {down:+.3f}",
+    )
+
+
+@SOURCE.claim(
+    "S1.least-squares",
+    "2",
+    "Minimising <grad, dS> under ||dS|| <= gamma is the least-squares problem for B",
+    r"\min_{\|\partial S\|\le\gamma}\langle\nabla,\partial S\rangle\to\min\|B-XZX^\top\|^2",
+    Outcome.HOLDS_WITH_PREMISE,
+    "Where the wanted change cannot be produced, the two problems point in different directions.",
+    premise="every dS can be produced: X has full row rank and d_k is large enough",
+)
+def from_bound_to_least_squares() -> Finding:
+    """The direction of the best step of each problem, for X of full row rank and for four tokens of two numbers."""
+
+    def angle(x: Tensor, gradient: Tensor) -> float:
+        # among dS = X Z X': the steepest for its length is the projection of -grad; least squares projects as well
+        inverse = torch.linalg.pinv(x)
+        squares = x @ (inverse @ -gradient @ inverse.mT) @ x.mT
+        steepest = -gradient  # what the constrained problem asks for: -gamma grad / ||grad||
+        return 1 - ((squares * steepest).sum() / (squares.norm() * steepest.norm())).item()
+
+    full, short = angle(draw(3, 5), draw(3, 3, seed=1)), angle(draw(4, 2), draw(4, 4, seed=1))
+    return Finding(
+        rounding("1 - cosine between the two steps, X of full row rank", full),
+        without=rounding("the same for four tokens of two numbers", short),
+        example=f"four tokens of two numbers: the step of the least-squares problem has cosine {1 - short:.2f} with "
+        "that of the problem it replaces; it is its projection on what X Z X' can be",
+    )
+
+
+@SOURCE.claim(
+    "S1.scale",
+    "1.2 and 2",
+    "dS = X (W_Q + dW_Q)(W_K + dW_K)' X' - X W_Q W_K' X'",
+    r"\partial S=X(W_Q+\partial W_Q)(W_K+\partial W_K)^\top X^\top-XW_QW_K^\top X^\top",
+    Outcome.CORRECTED,
+    "The definition of S divides by the root of d_k, the problem does not; growing d_k changes that root, hence every "
+    "score, unless W_Q absorbs it.",
+    premise="one head",
+    truth="dS has the factor 1/sqrt(d_k); after growth W_Q is multiplied by sqrt((d_k + p) / d_k)",
+)
+def missing_scale() -> Finding:
+    x, wq, wk, dq, dk = draw(5, 6), *(draw(6, 4, seed=seed) for seed in range(1, 5))
+
+    def scores(q: Tensor, k: Tensor) -> Tensor:
+        return x @ q @ k.mT @ x.mT / math.sqrt(q.shape[-1])
+
+    change = scores(wq + dq, wk + dk) - scores(wq, wk)
+    printed = x @ (wq + dq) @ (wk + dk).mT @ x.mT - x @ wq @ wk.mT @ x.mT
+    wide_q, wide_k = (torch.cat([w, torch.zeros(6, 2, dtype=w.dtype)], -1) for w in (wq, wk))
+    grown = scores(wide_q, wide_k), scores(wide_q * math.sqrt(6 / 4), wide_k)
+    size = scores(wq, wk).abs().max()
+    kept = max((printed / 2 - change).abs().max().item(), (grown[1] - scores(wq, wk)).abs().max().item())
+    moved = ((grown[0] - scores(wq, wk)).abs().max() / size).item()
+    return Finding(
+        equal("the printed change of the scores against the true one, d_k = 4", printed, change),
+        corrected=rounding("with the factor, and after growing by two zero dimensions", kept, 1e-11),
+        example=f"from d_k = 4 to 6 with zero columns: without rescaling W_Q every score shrinks by {moved:.0%}",
     )
 
 
@@ -148,6 +210,7 @@ def closed_form() -> Finding:
     r"X^+=(X^\top X)^{-1}X^\top",
     Outcome.CORRECTED,
     "Short texts make X'X singular; use the SVD.",
+    premise="none",
     truth="X+ from the singular value decomposition",
 )
 def pseudo_inverse() -> Finding:
@@ -180,6 +243,7 @@ def pseudo_inverse() -> Finding:
     r"\mathrm{SVD}_r(Z)",
     Outcome.CORRECTED,
     "Truncate in the metric of the data, so that directions without data do not count.",
+    premise="one sequence, or sequences with the same Gram matrix X'X",
     truth="truncate (X'X)^(1/2) Z (X'X)^(1/2) and map back",
 )
 def truncation() -> Finding:

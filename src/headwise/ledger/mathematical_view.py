@@ -38,6 +38,71 @@ def matrix_form() -> Finding:
     return Finding(rounding("sums over keys = one matrix product", max(errors)))
 
 
+@SOURCE.claim(
+    "S3.general",
+    "eq. (1)",
+    "For any positive f, o_j = (1/C) sum f(q_j, k_i) g(v_i) with C = sum f is an average of the g(v_i)",
+    r"o_j=\tfrac1C\sum_if(q_j,k_i)g(v_i)",
+    Outcome.HOLDS,
+    "Rows of weights are stochastic whatever the similarity is: softmax is one choice among many.",
+)
+def general_form() -> Finding:
+    """Five similarities, by loops over queries and keys: every output lies between the smallest and largest value."""
+    q, k, values = draw(5, 4), draw(7, 4, seed=1), draw(7, 3, seed=2) @ draw(3, 3, seed=3)
+    similarities = {
+        "embedded Gaussian": lambda a, b: (a @ draw(4, 4, seed=4) @ b).exp(),
+        "Gaussian": lambda a, b: (a @ b).exp(),
+        "inverse distance": lambda a, b: 1 / (1 + (a - b).square().sum()),
+        "squared product": lambda a, b: (a @ b).square(),
+        "rectified concatenation": lambda a, b: torch.relu(torch.cat([a, b]) @ draw(8, seed=5)) + 1e-3,
+    }
+    outside = []
+    for f in similarities.values():
+        for j in range(5):
+            weights = torch.stack([f(q[j], k[i]) for i in range(7)])
+            output = (weights[:, None] * values).sum(0) / weights.sum()
+            outside.append(torch.maximum(output - values.amax(0), values.amin(0) - output).max().item())
+    return Finding(
+        at_most("largest distance of an output from the range of the values", max(outside), 1e-12),
+        example=f"{', '.join(similarities)}: 5 queries and 7 keys each",
+    )
+
+
+@SOURCE.claim(
+    "S3.heads",
+    "eqs. (5), (6)",
+    "M heads, concatenated and projected, are one layer",
+    r"O=W_o[H_1;\dots;H_M]",
+    Outcome.HOLDS,
+    "What `MultiHead` computes.",
+)
+def heads_by_hand() -> Finding:
+    layer, x = MultiHead(8, 2, bias=False, out_bias=False).double().eval(), draw(1, 6, 8)
+    wq, wk, wv = (linear.weight.detach().unflatten(0, (2, 4)) for linear in (layer.query, layer.key, layer.value))
+    heads = []
+    for h in range(2):
+        scores = (wk[h] @ x[0].mT).mT @ (wq[h] @ x[0].mT) / 2  # keys down, queries across; 1/sqrt(4)
+        heads.append(wv[h] @ x[0].mT @ torch.softmax(scores, 0))
+    by_hand = layer.out.weight.detach() @ torch.cat(heads)
+    with torch.no_grad():
+        return Finding(equal("eqs. (5) and (6), tokens as columns, against MultiHead", by_hand.mT, layer(x)[0]))
+
+
+@SOURCE.claim(
+    "S3.learned-query",
+    "eq. (4)",
+    "With learned queries the output is W_v X softmax((W_k X)' Q)",
+    r"O=W_vX\,\mathrm{softmax}((W_kX)^\top Q)",
+    Outcome.HOLDS,
+    "The queries are parameters; W_q is absorbed.",
+)
+def learned_query_by_hand() -> Finding:
+    x, q, wk, wv = draw(5, 9), draw(4, 3, seed=1), draw(4, 5, seed=2), draw(6, 5, seed=3)  # tokens as columns
+    whole = wv @ x @ torch.softmax((wk @ x).mT @ q, 0)
+    rows = softmax(q.mT, (wk @ x).mT, scale=1.0)((wv @ x).mT)
+    return Finding(equal("eq. (4), tokens as columns, against the operator with tokens as rows", whole.mT, rows))
+
+
 _GRADES = tuple(Symmetry)
 
 
@@ -102,6 +167,7 @@ def softmax_of_a_permuted_matrix() -> Finding:
     r"\mathrm{softmax}((W_kX)^\top W_vX)",
     Outcome.CORRECTED,
     "A misprint: W_v stands for W_q.",
+    premise="no positional encoding",
     truth="W_q in place of W_v; the theorem stands",
 )
 def proof_as_printed() -> Finding:

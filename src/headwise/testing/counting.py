@@ -147,3 +147,47 @@ def peak_bytes(function: Callable[[], object]) -> int:
     with torch.no_grad(), _LiveBytes() as live:
         function()
     return live.peak
+
+
+_BY_LOGARITHM = {aten.sort, aten.argsort, aten.cumsum, aten.logcumsumexp, aten.cummax}
+_OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.index_copy_, aten.index_put_, aten._index_put_impl_}
+
+
+class LongestChain(TorchDispatchMode):
+    """The longest chain of operations each of which needs the result of the one before it, while active.
+
+    Every operation of torch is one step, whatever its size, as in the published tables; a sort or a running sum of n
+    numbers is ceil(log2 n) steps.  Views are no step.  Overwriting a part of a tensor does not wait for what was there.
+
+    >>> x = torch.ones(4)
+    >>> with LongestChain() as chain:
+    ...     y = (x + 1) * (x + 2)
+    >>> chain.steps
+    2
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self._depth: dict[int, int] = {}  # of every storage
+        self._alive: list[Any] = []  # storages, so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        packet = func._overloadpacket
+        read = inputs[1:] if packet in _OVERWRITES else inputs
+        start = max((self._depth.get(x.untyped_storage()._cdata, 0) for x in read), default=0)
+        out = func(*args, **kwargs)
+        outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        known = {x.untyped_storage()._cdata for x in inputs}
+        is_view = not func._schema.is_mutable and all(x.untyped_storage()._cdata in known for x in outputs)
+        if not is_view:
+            longest = max((x.numel() and max(x.shape, default=1) for x in inputs), default=1)
+            start += math.ceil(math.log2(max(2, longest))) if packet in _BY_LOGARITHM else 1
+            for x in outputs:
+                place = x.untyped_storage()._cdata
+                self._alive.append(x.untyped_storage())
+                self._depth[place] = max(self._depth.get(place, 0), start)
+            self.steps = max(self.steps, start)
+        return out

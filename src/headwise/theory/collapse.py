@@ -1,10 +1,17 @@
-"""||res SAN(X)|| <= (4 H beta / sqrt(d_qk))^((3^L - 1) / 2) ||res X||^(3^L): pure attention loses rank, and how fast.
+"""||res SA(X)|| <= C beta / sqrt(d_qk) ||res X||^3: a layer of pure attention loses rank, and how fast.
 
     res(X) = X - 1 mean(X)^T      the part of X in which tokens differ
+    beta   = sqrt(sum_h w_h ||W_h||_1  sum_h w_h ||W_h||_inf),   w_h = ||W_Q,h W_K,h^T||_1,   W_h = W_V,h W_O,h
+    C      = (1 - 1/n) sqrt(min(n / 2, d, kappa(D))),   kappa(D) = (e^D - 1) / D + (e^(2D) - 1) / (2D)
 
-||.|| is the composite "norm" sqrt(||.||_1 ||.||_inf), and beta >= ||W_QK^l||_1 ||W_V^l||_(1,inf) for all layers and
-heads (Dong, Cordonnier & Loukas 2021, Theorem 2.2, with H heads).  Computed in logarithms, since 3^L overflows.  The
-right side tends to zero only if sqrt(4 H beta / sqrt(d_qk)) ||res X|| < 1; otherwise the bound is true but vacuous.
+for n tokens of width d, where ||.|| is the composite "norm" sqrt(||.||_1 ||.||_inf) and D is the largest spread
+max_j E_ij - min_j E_ij of a row of E = R W_Q W_K^T R^T / sqrt(d_qk), R = res X.  The proof is in
+docs/explanation/rank-collapse.md.  Over L layers it gives (C beta / sqrt(d_qk))^((3^L - 1) / 2) ||res X||^(3^L).
+
+Dong, Cordonnier & Loukas 2021 (Theorem 2.2) have C = 4 and H max_h w_h ||W_h|| in place of beta.  C <= 4 if n <= 33, or
+d <= 16, or D <= 1.97; without any of these, and for several heads, their bound fails (`long_layer`, `two_wide_heads` in
+headwise.theory.collapse_counterexamples).  The right side tends to zero only if C beta / sqrt(d_qk) ||res X||^2 < 1;
+otherwise the bound is true but vacuous.  Everything is computed in logarithms, since 3^L overflows.
 
 The mean is the best row to subtract in every unitarily invariant norm (spectral, Frobenius): with J = 11^T/n,
 res X = (I - J) X, and for any row x, (I - J)(X - 1 x^T) = res X with ||I - J|| = 1.  In ||.||_1 and ||.||_inf medians
@@ -29,14 +36,14 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
-from headwise.linalg.norms import composite_norm, one_norm
+from headwise.linalg.norms import composite_norm, infinity_norm, one_norm
 from headwise.nn.encoder import Encoder, Residual
 from headwise.nn.multihead import MultiHead
-from headwise.theory.stack import Stack
+from headwise.theory.stack import Layer, Stack
 from headwise.theory.verdict import Verdict
 
-SOURCE = "Dong, Cordonnier & Loukas 2021, Theorem 2.2"
-SHRINKS = "sqrt(4 H beta / sqrt(d_qk)) ||res X|| < 1, so that the bound shrinks"
+SOURCE = "Dong, Cordonnier & Loukas 2021, Theorem 2.2, with the constants of docs/explanation/rank-collapse.md"
+SHRINKS = "C beta / sqrt(d_qk) ||res X||^2 < 1, so that the bound shrinks"
 NO_SKIPS = "no skip connections"
 
 Norm = Callable[[Tensor], Tensor]
@@ -82,49 +89,61 @@ class Collapse:
         return Verdict("log(residual / bound), at the depth where it is largest", SOURCE, worst, 0.0, {})
 
 
-def beta_of(stack: Stack) -> float:
-    """max over layers and heads of ||W_Q W_K^T||_1 ||W_V W_O||_(1,inf)."""
-    return max((one_norm(layer.wq @ layer.wk.mT) * composite_norm(layer.w)).max().item() for layer in stack.layers)
+def layer_constant(n: int, width: int, spread: float = math.inf) -> float:
+    """C = (1 - 1/n) sqrt(min(n / 2, d, kappa(D))) for n tokens of width d and scores whose rows E_i spread by D.
+
+    >>> layer_constant(32, 768), layer_constant(4096, 768, spread=1.2564)
+    (3.875, 2.55...)
+    """
+    limits = [n / 2, float(width)]
+    if spread < 300:  # beyond, e^(2D) overflows and does not matter
+        limits.append(math.expm1(spread) / spread + math.expm1(2 * spread) / (2 * spread) if spread > 0 else 2.0)
+    return (1 - 1 / n) * math.sqrt(min(limits))
 
 
-def log_bound(depth: int, *, beta: float, heads: int, key_width: int, log_residual: float) -> float:
-    """log of (4 H beta / sqrt(d_qk))^((3^L - 1) / 2) ||res X||^(3^L)."""
+def beta_of(layer: Layer) -> float:
+    """sqrt(sum_h w_h ||W_h||_1 sum_h w_h ||W_h||_inf), w_h = ||W_Q,h W_K,h^T||_1; for one head, w ||W||_(1,inf)."""
+    scores = one_norm(layer.wq @ layer.wk.mT)
+    return ((scores * one_norm(layer.w)).sum().sqrt() * (scores * infinity_norm(layer.w)).sum().sqrt()).item()
+
+
+def published_log_bound(depth: int, *, beta: float, heads: int, key_width: int, log_residual: float) -> float:
+    """log of (4 H beta / sqrt(d_qk))^((3^L - 1) / 2) ||res X||^(3^L), beta = max_h w_h ||W_h||, as published."""
     power = 3.0**depth
-    return (power - 1) / 2 * _rate(beta, heads, key_width) + power * log_residual if depth else log_residual
+    rate = math.log(4 * heads * beta / math.sqrt(key_width)) if beta > 0 else -math.inf
+    return (power - 1) / 2 * rate + power * log_residual if depth else log_residual
 
 
-def log_bound_with_skips(
-    depth: int, *, beta: float, heads: int, key_width: int, log_residual: float, shape: tuple[int, int]
-) -> float:
-    """log of the bound on ||res X_L|| for X of `shape` (n, d), where every layer adds its input."""
-    root = math.sqrt(shape[0] * shape[1])
-    crossed, rate = math.log(root + 1 / root), _rate(beta, heads, key_width)
-    for _ in range(depth):
-        added = rate + 3 * log_residual
-        parts = (2 * log_residual, 2 * added, crossed + log_residual + added)
-        log_residual = torch.tensor(parts, dtype=torch.float64).logsumexp(0).item() / 2
-    return log_residual
+def _log_rate(layer: Layer, n: int, residual_norm: float) -> float:
+    """log of C beta / sqrt(d_qk), with the spread D <= ||W_Q W_K^T||_1 ||R||^2 / sqrt(d_qk) of any such residual."""
+    root, beta = math.sqrt(layer.wq.shape[-1]), beta_of(layer)
+    spread = one_norm(layer.wq @ layer.wk.mT).max().item() * residual_norm**2 / root
+    return math.log(layer_constant(n, layer.wq.shape[1], spread) * beta / root) if beta > 0 and n > 1 else -math.inf
 
 
-def _rate(beta: float, heads: int, key_width: int) -> float:
-    return math.log(4 * heads * beta / math.sqrt(key_width)) if beta > 0 else -math.inf
+def _next_log_bound(layer: Layer, n: int, log_residual: float, *, skip: bool) -> float:
+    """The bound on log ||res X|| after a layer from the one before it."""
+    if log_residual == -math.inf:
+        return -math.inf
+    added = _log_rate(layer, n, math.exp(min(log_residual, 300.0))) + 3 * log_residual
+    if not skip:
+        return added
+    root = math.sqrt(n * layer.wq.shape[1])
+    parts = (2 * log_residual, 2 * added, math.log(root + 1 / root) + log_residual + added)
+    return torch.tensor(parts, dtype=torch.float64).logsumexp(0).item() / 2
 
 
 def collapse(stack: Stack, x: Tensor) -> Collapse:
     """Both sides of the bound for every depth up to L, for one input (n, d)."""
-    beta = beta_of(stack)
-    heads = max(layer.wq.shape[0] for layer in stack.layers)
-    width = min(layer.wq.shape[-1] for layer in stack.layers)
-    measured = [composite_norm(rest).log().item() for rest in stack.residuals(x.double())]
-    known = {"beta": beta, "heads": heads, "key_width": width, "log_residual": measured[0]}
-    depths = range(len(stack.layers) + 1)
-    if stack.skip:
-        shape = (x.shape[-2], x.shape[-1])
-        bound = [log_bound_with_skips(depth, shape=shape, **known) for depth in depths]
-    else:
-        bound = [log_bound(depth, **known) for depth in depths]
-    premises = {NO_SKIPS: not stack.skip, SHRINKS: _rate(beta, heads, width) / 2 + measured[0] < 0}
-    return Collapse(measured, bound, beta, premises)
+    n, rests = x.shape[-2], stack.residuals(x.double())
+    measured = [composite_norm(rest).log().item() for rest in rests]
+    bound = [measured[0]]
+    for layer in stack.layers:
+        bound.append(_next_log_bound(layer, n, bound[-1], skip=stack.skip))
+    start = math.exp(min(measured[0], 300.0))
+    shrinks = max(_log_rate(layer, n, start) for layer in stack.layers) + 2 * measured[0] < 0
+    premises = {NO_SKIPS: not stack.skip, SHRINKS: shrinks}
+    return Collapse(measured, bound, max(beta_of(layer) for layer in stack.layers), premises)
 
 
 def collapse_curve(

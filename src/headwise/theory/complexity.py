@@ -28,7 +28,7 @@ from headwise.operators.softmax import softmax
 from headwise.operators.sparse.hashed import hashed
 from headwise.operators.sparse.strided import strided
 from headwise.operators.sparse.window import window
-from headwise.testing.counting import peak_bytes
+from headwise.testing.counting import LongestChain, peak_bytes
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 WIDTH, SLOTS = 16, 64
@@ -123,6 +123,18 @@ def memory_growth(name: str, lengths: Sequence[int] = LENGTHS) -> Exponent:
     """Fitted exponent of the peak memory of building one operator and applying it."""
     lengths = lengths[:3] if name == RECURRENT else lengths  # n traced operations one after the other
     return exponent(lengths, [peak_bytes(_layer(name, n)) for n in lengths])
+
+
+def chain_growth(name: str, lengths: Sequence[int] = LENGTHS) -> Exponent:
+    """Fitted exponent of the longest chain of dependent operations, traced while one layer runs."""
+    lengths = lengths[:3] if name == RECURRENT else lengths
+    chains = []
+    for n in lengths:
+        layer = _layer(name, n)
+        with LongestChain() as chain:
+            layer()
+        chains.append(chain.steps)
+    return exponent(lengths, chains)
 
 
 def formed_memory_growth(lengths: Sequence[int] = LENGTHS) -> Exponent:

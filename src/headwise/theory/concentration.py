@@ -20,6 +20,19 @@ def sketch_size(n: int, epsilon: float, constant: float = 5.0) -> int:
     return math.ceil(constant * math.log(n) / (epsilon**2 - epsilon**3))
 
 
+def first_length(epsilon: float, constant: float = 5.0) -> int:
+    """The smallest n with `sketch_size(n)` < n: for shorter sequences the sketch is larger than what it replaces.
+
+    >>> first_length(0.1), sketch_size(4096, 0.1)
+    (4699, 4621)
+    """
+    low, high = 8, 1 << 40  # ln(n) / n decreases from n = 3 on
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if sketch_size(middle, epsilon, constant) < middle else (middle + 1, high)
+    return low
+
+
 @dataclass(frozen=True)
 class Frequency:
     """The number of failures in independent draws, with a 99 % interval for the rate (Wilson)."""
@@ -50,6 +63,22 @@ def failures_of_low_rank(
     """The frequency of ||P R^T R w - P w|| > eps ||P w|| over `draws` sketches."""
     squares = _squared_errors(p, w, k, draws, generator)
     return Frequency(int((squares.sqrt() > epsilon * (p @ w).norm()).sum()), draws)
+
+
+def rank_for_all_rows(n: int, *, draws: int, generator: torch.Generator | None = None) -> float:
+    """k eps^2 such that half of the sketches keep every row of R^T R w within eps ||w||, for a unit w of length n.
+
+    The error of row i at rank k is (r_i . R w - w_i), of standard deviation about 1 / sqrt(k): the median over draws of
+    the largest squared error, times k, is the answer whatever k is.
+    """
+    k = 64
+    w = torch.randn(n, dtype=torch.float64, generator=generator)
+    w /= w.norm()
+    largest = []
+    for _ in range(draws):
+        r = sketch(k, n, generator)
+        largest.append(k * ((r.mT @ (r @ w)) - w).square().max())
+    return torch.stack(largest).median().item()
 
 
 def best_rank_error(p: Tensor, k: int) -> float:
