@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headwise.errors import NonFiniteError
 from headwise.examination import examine
 from headwise.examination.measure.depth import collapse_curves
 from headwise.examination.measure.observe import Measurement, observe
@@ -155,6 +156,39 @@ def test_contribution_is_the_norm_that_reaches_the_stream(family: str) -> None:
         blocks = matrices[family](layer).detach().double().reshape(h, d, -1)
         expected.append(torch.linalg.matrix_norm(output @ blocks))
     torch.testing.assert_close(found.numbers["contribution"], torch.cat(expected), rtol=1e-4, atol=1e-6)
+
+
+class Projected(nn.Module):
+    """Attention whose output projection is a module, a function of its weight, or applied behind a gate."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.attn_qkv, self.out, self.mlp = form, nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.attn_qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        merged = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        if self.form == "function":
+            projected = nn.functional.linear(merged, self.out.weight, self.out.bias)
+        else:
+            projected = self.out(merged.sigmoid() * merged if self.form == "gate" else merged)
+        return self.mlp(x + projected)
+
+
+@pytest.mark.parametrize("form", ["module", "function", "gate"])
+def test_contribution_is_measured_of_the_projection_or_not_at_all(form: str) -> None:
+    model = Projected(form)
+    (found,) = observe(model, torch.randn(2, 20, 32))[:1]
+    assert ("contribution" in found.numbers) == (form == "module")
+
+
+def test_what_is_not_finite_is_named() -> None:
+    model, batch = ALL["bert"]()
+    weight = model.encoder.layer[1].attention.self.value.weight
+    with torch.no_grad():
+        weight[17] = torch.nan  # heads are eight rows each
+    with pytest.raises(NonFiniteError, match=r"encoder\.layer\.1\.attention\.self: the output of head 2 on text 0"):
+        observe(model.eval(), batch)
 
 
 def test_padding_changes_nothing() -> None:

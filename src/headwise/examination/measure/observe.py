@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import InputError
+from headwise.errors import InputError, NonFiniteError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
 from headwise.models.fingerprint import batch_hash
-from headwise.models.intercept import AttentionCall, intercept, nothing_seen
+from headwise.models.intercept import AttentionCall, four_axes, intercept, nothing_seen
 from headwise.models.run import Batch, OwnHook, SequenceLayout, blocks_of, hidden_states, run_model
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
@@ -97,6 +97,7 @@ def observe(
     by_sequence: dict[int, list[_SiteMeasurement]] = {}
     unprojected: list[_SiteMeasurement] = []  # the last call's, until its output projection runs
     outputs: list[Tensor] = []
+    answered: list[Tensor] = []  # the output of the last call, (b, h, m, d)
     workspace = Workspace(entries)
 
     def see(call: AttentionCall) -> None:
@@ -108,6 +109,7 @@ def observe(
             part = measured_part(call, b, tokens.queries(block, call, b))
             scores, v = part.cut(call)
             sums = stream(scores, v, positions=part.positions, workspace=workspace)
+            _check_finite(call, b, sums)
             measured = _SiteMeasurement(site, sums)
             if with_spectra:
                 measured.add_spectra(scores, v, generator)
@@ -120,11 +122,13 @@ def observe(
 
     def answer(site: str, attention: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
         """P V, known already if nothing is padded: computing it again takes a quarter of the forward pass."""
-        if not outputs:
-            return attention(*args, **kwargs)
-        query = args[0] if args else kwargs["query"]
-        known = (torch.stack(outputs) if len(outputs) > 1 else outputs[0]).reshape(*query.shape[:-1], -1)
-        outputs.clear()
+        if outputs:
+            query = args[0] if args else kwargs["query"]
+            known = (torch.stack(outputs) if len(outputs) > 1 else outputs[0]).reshape(*query.shape[:-1], -1)
+            outputs.clear()
+        else:
+            known = attention(*args, **kwargs)
+        answered[:] = [four_axes(known)]
         return known
 
     blocks, tokens = blocks_of(model), BlockTokens()
@@ -132,7 +136,7 @@ def observe(
     with (
         torch.no_grad(),
         hidden_states(blocks, lambda block, x: _each(_layer_measures, tokens.of(block, x)), states),
-        _output_projections(model, unprojected),
+        _output_projections(model, unprojected, answered),
         intercept(model, see, answer=answer),
     ):
         run_model(model, batch)
@@ -140,6 +144,19 @@ def observe(
         raise nothing_seen(model)
     digest = batch_hash(batch)
     return [_measurement(b, sites, states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
+
+
+def _check_finite(call: AttentionCall, b: int, sums: HeadSums) -> None:
+    """NonFiniteError with the place of the first NaN or infinity: no number is measured from them."""
+    finite = sums.output.isfinite().all(-1).all(-1) & sums.log_sum_exp.isfinite().all(-1)
+    if not bool(finite.all()):
+        heads = (~finite).nonzero().flatten().tolist()
+        others = f" and of {len(heads) - 1} others" if len(heads) > 1 else ""
+        raise NonFiniteError(
+            f"{call.site}: the output of head {heads[0]}{others} on text {b} of the batch is not finite (NaN or "
+            "infinity), so neither it nor what follows can be measured; check the weights, or run the model in another "
+            f"precision than {str(call.q.dtype).removeprefix('torch.')}"
+        )
 
 
 def _is_plain(call: AttentionCall) -> bool:
@@ -263,15 +280,20 @@ def _project(unprojected: list[_SiteMeasurement], weight: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _output_projections(model: nn.Module, unprojected: list[_SiteMeasurement]) -> Iterator[None]:
-    """Take the first linear layer of fitting width after an attention call for its output projection W_O."""
+def _output_projections(
+    model: nn.Module, unprojected: list[_SiteMeasurement], answered: list[Tensor]
+) -> Iterator[None]:
+    """Take the linear layer that is given the output of an attention call, heads side by side, for its W_O.
+
+    If something else happens to the output first (a gate, a norm, a projection that is no module), there is none.
+    """
 
     def before(module: Any, args: tuple) -> None:
-        if not unprojected or not args or not isinstance(args[0], Tensor):
+        if not unprojected or not answered or not args or not isinstance(args[0], Tensor):
             return
         weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.mT  # (in, out)
         h, d, _ = unprojected[0].output_gram.shape
-        if args[0].shape[-1] == h * d == weight.shape[0]:
+        if args[0].shape[-1] == h * d == weight.shape[0] and _is_merged(args[0], answered[0]):
             _project(unprojected, weight)
 
     with contextlib.ExitStack() as hooks:
@@ -279,6 +301,15 @@ def _output_projections(model: nn.Module, unprojected: list[_SiteMeasurement]) -
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
                 hooks.enter_context(module.register_forward_pre_hook(OwnHook(before)))
         yield
+
+
+def _is_merged(x: Tensor, output: Tensor) -> bool:
+    """Whether x has the rows of an attention output (b, h, m, d) with its heads side by side, by text or by token."""
+    rows = x.flatten(0, -2)
+    if rows.numel() != output.numel():
+        return False
+    merged = (output.permute(axes).reshape(rows.shape) for axes in ((0, 2, 1, 3), (2, 0, 1, 3)))
+    return any(torch.allclose(rows.float(), one.float(), rtol=1e-2, atol=1e-6) for one in merged)
 
 
 def _layer_measures(x: Tensor) -> dict[str, float]:
