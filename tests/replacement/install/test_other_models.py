@@ -109,7 +109,8 @@ def test_a_frozen_part_stays_in_eval_mode() -> None:
     model.layers[0].eval()
     new, _ = headwise.rewrite(model, plan_for(model, {"src": drawn()}, [SOFTMAX]))
     assert new.training
-    assert [layer.training for layer in model.layers] == [False, True]
+    for encoder_of in (model, new.get_submodule("model")):
+        assert [layer.training for layer in encoder_of.get_submodule("layers").children()] == [False, True]
 
 
 def test_nothing_is_left_behind_after_errors() -> None:
