@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import inspect
 import io
 import json
@@ -263,7 +264,7 @@ def build(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
     for batch in batches(model):
         try:
             with torch.no_grad():
-                model(**batch)
+                copy.deepcopy(model)(**batch)  # a failed attempt may leave something behind
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {_first_line(error)}")
         else:
