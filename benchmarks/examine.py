@@ -4,9 +4,10 @@
     python -m benchmarks.examine --quick    MiniLM at n = 128, two rounds
     python -m benchmarks.examine --length 16384    streaming measures of two layers of SmolLM2-135M's shape
 
-Rounds are interleaved, so that a busy machine slows all rows equally; medians and the spread between quartiles.  Memory
-is the peak of a fresh process less what it held before the measured call; MALLOC_MMAP_THRESHOLD_ makes glibc return
-large blocks at once, since the holes that it keeps otherwise would be counted.
+With the compiled kernels, if they can be built, and with torch's calls instead, in one run.  Times are processor time
+of all threads and rounds are interleaved, so that a busy machine changes little; medians, spread between quartiles.
+Memory is the peak of a fresh process less what it held before the measured call; MALLOC_MMAP_THRESHOLD_ makes glibc
+return large blocks at once, since the holes that it keeps otherwise would be counted.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from pathlib import Path
 
 import torch
 
+from headwise.operators._kernels import native
+from headwise.operators._kernels.native import kernel_cache
+
 TEXTS = 8
 
 
 def rounds(work: dict[str, Callable[[], None]], count: int) -> dict[str, tuple[float, float]]:
-    """name -> (median seconds, quartile spread), every piece of work once a round."""
+    """name -> (median seconds of processor time, quartile spread), every piece of work once a round."""
     times: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(count + 1):
         for name, call in work.items():
-            start = time.perf_counter()
+            start = time.process_time()
             call()
             if turn:  # the first round warms up
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.process_time() - start)
     return {name: (statistics.median(x), _spread(x)) for name, x in times.items()}
 
 
@@ -46,14 +50,26 @@ def _spread(x: list[float]) -> float:
     return high - low
 
 
+def without(work: Callable[[], None]) -> Callable[[], None]:
+    """The same work with torch's calls in place of the compiled kernels."""
+
+    def run() -> None:
+        with native.switched("off"):
+            work()
+
+    return run
+
+
 def minilm(n: int, count: int) -> list[dict[str, object]]:
+    from headwise.examination import examine
     from headwise.examination.measure.observe import observe
     from headwise.models.inputs import text_input
     from headwise.models.load import load_model
     from headwise.models.run import run_model
 
     loaded = load_model()
-    batches = text_input(loaded, None, length=n, texts=TEXTS).batches
+    inputs = text_input(loaded, None, length=n, texts=TEXTS)
+    batches = inputs.batches
     eager = load_model().model
     eager.set_attn_implementation("eager")
 
@@ -70,6 +86,9 @@ def minilm(n: int, count: int) -> list[dict[str, object]]:
         for index, batch in enumerate(batches):
             observe(loaded.model, batch, with_spectra=index % 8 == 0)
 
+    def command() -> None:
+        examine(loaded.model, batches, token_names=inputs.token_names)
+
     def every_spectrum() -> None:
         observe(loaded.model, batches[0], with_spectra=True)
 
@@ -81,14 +100,23 @@ def minilm(n: int, count: int) -> list[dict[str, object]]:
                 torch.special.entr(p).sum(-1).mean(-1)
                 torch.linalg.svd(p[0])
 
-    found = rounds({"forward": forward, "streaming": streaming, "default": default}, count)
-    once = rounds({"spectra": every_spectrum, "dense": dense}, 2)
-    unit = found["forward"][0]
+    ours = {
+        "forward + streaming measures": streaming,
+        "forward + all default measures (spectra on 1 of 8)": default,
+        "headwise.examine, excerpt and summary included": command,
+    }
+    work: dict[str, Callable[[], None]] = {"the model's own forward pass": forward}
+    with native.switched("build"):
+        compiled = native.LIBRARY.ready()
+        if compiled:
+            work |= {f"{what}, kernels": call for what, call in ours.items()}
+        work |= {f"{what}, torch": without(call) for what, call in ours.items()}
+        found = rounds(work, count)
+        once = rounds({"spectra": every_spectrum, "dense": dense}, 2)
+    unit = found["the model's own forward pass"][0]
     rows = [
-        ("the model's own forward pass", *found["forward"], 1),
-        ("forward + streaming measures", *found["streaming"], 1),
-        ("forward + all default measures (spectra on 1 of 8)", *found["default"], 1),
-        ("forward + spectra on every text", *once["spectra"], TEXTS),
+        *((what, *measured, 1) for what, measured in found.items()),
+        (f"forward + spectra on every text, {'kernels' if compiled else 'torch'}", *once["spectra"], TEXTS),
         ("output_attentions + full SVD", *once["dense"], TEXTS),
     ]
     return [
@@ -216,6 +244,11 @@ def our_page(n: int) -> int:
     return len(report_page(examine(loaded.model, inputs.batches, token_names=inputs.token_names)).encode())
 
 
+def kernels() -> str:
+    with native.switched("build"):
+        return f"compiled for {kernel_cache.capability()}" if native.LIBRARY.ready() else str(native.LIBRARY.reason)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
@@ -236,9 +269,9 @@ def main() -> None:
     n, count = (128, 2) if options.quick else (512, 5)
     rows = minilm(n, count)
     if not options.json:
-        print(f"all-MiniLM-L6-v2, n = {n}, {TEXTS} texts, {torch.get_num_threads()} threads")
+        print(f"all-MiniLM-L6-v2, n = {n}, {TEXTS} texts, {torch.get_num_threads()} threads, kernels {kernels()}")
         for row in rows:
-            line = f"  {row['what']:52s} {row['seconds']:8.2f} s ± {row['spread']:.2f}   {row['ratio']:7.2f} × forward"
+            line = f"  {row['what']:62s} {row['seconds']:8.2f} s ± {row['spread']:.2f}   {row['ratio']:7.2f} × forward"
             print(line, flush=True)
     pages = {"headwise": our_page(n), "bertviz": bertviz_page(n if options.quick else 256)}
     extra = None

@@ -134,7 +134,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def test_changelog_and_citation_have_the_version() -> None:
-    newest = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[0]
+    newest = re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[0]
     cited = re.findall(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)[0]
     assert newest == cited == headwise.__version__
 

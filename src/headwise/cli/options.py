@@ -7,6 +7,7 @@ A command calls `add_model`, `add_inputs`, `add_output` and `add_json` on its pa
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import math
 import re
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from headwise.models.load import LoadedModel
 
 MODEL_HELP = (
-    "a directory or hub name for transformers, a .gguf file, python:module:factory, or minilm, which is "
-    "all-MiniLM-L6-v2 from its package (default: minilm)"
+    "a directory or hub name for transformers, a .gguf file, python:module:factory, or a sample model, which "
+    "`headwise models` lists (default: minilm)"
 )
 
 
@@ -111,7 +112,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """--allow-missing --allow-pickle --trust-remote-code"""
+    """--device --dtype --allow-missing --allow-pickle --trust-remote-code"""
+    parser.add_argument(
+        "--device", type=nonempty, metavar="NAME", help="where the model runs, such as cuda (default: cpu)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16", "float64"),
+        help="precision the model runs in (default: float32; a factory's model as it is)",
+    )
     missing = "go on if weights are missing, with random numbers in their place"
     parser.add_argument("--allow-missing", action="store_true", help=missing)
     parser.add_argument("--allow-pickle", action="store_true", help="load pickled weights, which can run code")
@@ -145,7 +154,7 @@ def add_inputs(
         "--length",
         type=whole_number(*TOKENS),
         metavar="N",
-        help="tokens in each text (default: 512, or the model's maximum if less)",
+        help="tokens in each text (default: the length that the model declares, at most 512)",
     )
     most = f"at most K texts (default: {texts_default})"
     parser.add_argument("--texts", type=whole_number(*TEXTS), default=texts, metavar="K", help=most)
@@ -202,11 +211,26 @@ def load(options: argparse.Namespace, *, with_head: bool = False) -> LoadedModel
             check_extra("models", f"--{option}", package)
     with bar("loading the model", None, quiet=is_quiet(options)):
         loaded = load_model(
-            options.model, with_head=with_head, trust=trust(options), allow_missing=options.allow_missing
+            options.model,
+            with_head=with_head,
+            trust=trust(options),
+            allow_missing=options.allow_missing,
+            device=options.device,
+            dtype=options.dtype,
         )
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
+    given = vars(options)
+    if "text" in given and not loaded.is_factory:  # a command that makes inputs
+        from headwise.models.inputs import part_that_takes
+
+        kinds = {"images": given.get("images"), "recordings": given.get("audio")}
+        loaded = part_that_takes(loaded, next((kind for kind, x in kinds.items() if x is not None), "text"))
+    _print_notes(loaded.notes)
     return loaded
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def trust(options: argparse.Namespace) -> Trust:
@@ -218,8 +242,20 @@ def trust(options: argparse.Namespace) -> Trust:
 
 def make_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     """The batches that `add_inputs`'s options name; a factory's own batches if it returned some."""
-    from headwise.models import inputs
+    made = _made_inputs(options, loaded)
+    _print_notes(made.description.get("notes", ()))
+    if options.device is None and options.dtype is None:
+        return made
+    from headwise.models.load import DTYPES
+    from headwise.models.run import placed
+
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    return dataclasses.replace(made, batches=[placed(batch, options.device, dtype) for batch in made.batches])
+
+
+def _made_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     from headwise.models.factory import take_batches
+    from headwise.models.inputs import TEXT_WORDS, Inputs, random_tokens, text_input
 
     given: dict[str, Any] = vars(options)
     sources = [name for name in ("text", "images", "audio", "random_tokens") if given.get(name) is not None]
@@ -227,18 +263,21 @@ def make_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     if loaded.batches is not None:
         _refuse_unused(given, [*sources, *length], "the factory returned batches of its own")
         batches = take_batches(str(loaded.source), loaded.batches, options.texts)
-        return inputs.Inputs(batches, None, {"kind": "the factory's own batches"})
+        return Inputs(batches, None, {"kind": "the factory's own batches", "words": TEXT_WORDS})
     if sources not in ([], ["text"]):
         _refuse_unused(given, length, f"--{sources[0].replace('_', '-')} is given")
     if given.get("images") is not None:
-        return inputs.image_input(loaded, options.images, limit=options.texts)
+        from headwise.models.media.images import image_input
+
+        return image_input(loaded, options.images, limit=options.texts)
     if given.get("audio") is not None:
-        return inputs.audio_input(loaded, options.audio, limit=options.texts)
+        from headwise.models.media.recordings import audio_input
+
+        return audio_input(loaded, options.audio, limit=options.texts)
     if options.random_tokens is not None:
-        seed = given.get("seed", 0)
-        return inputs.random_tokens(loaded, options.random_tokens, texts=options.texts, seed=seed)
+        return random_tokens(loaded, options.random_tokens, texts=options.texts, seed=given.get("seed", 0))
     batch = given.get("batch", 1)
-    return inputs.text_input(loaded, options.text, length=options.length, texts=options.texts, batch=batch)
+    return text_input(loaded, options.text, length=options.length, texts=options.texts, batch=batch)
 
 
 def _refuse_unused(given: dict[str, Any], names: Sequence[str], reason: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, versions, weights_hash
+from headwise.models.intercept import uncompiled
 from headwise.models.partial_files import load_partial, log_damaged, save_partial
-from headwise.models.run import Batch, as_it_was, check_batch
+from headwise.models.run import Batch, as_it_was, check_batch, first_sequence
+from headwise.models.unseen import unseen_attention
 from headwise.operators._kernels import limits
 
 SPECTRA_EVERY = 8
@@ -54,10 +56,12 @@ def examine(
 
     If torch.distributed is initialised, the processes share the batches and each returns the whole result.
     """
+    model = uncompiled(model)
     check_weights(model)
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     measured: dict[int, list[Measurement]] = {}
     excerpt: dict[str, Any] = {}
+    unseen: list[dict[str, str]] = []
     # scores, exponentials, the padded block and temporaries: four floats for each entry of P
     entries = limits.CACHE_ENTRIES if block_bytes is None else max(1 << 12, block_bytes // 16)
     for batch in batches if isinstance(batches, Sequence) else ():
@@ -75,6 +79,7 @@ def examine(
             hashes.append(batch_hash(batch))
             if index == 0 and rank == 0:
                 excerpt = make_excerpt(model, batch, token_names)
+                unseen = unseen_attention(model, first_sequence(model, batch))
             if index % processes == rank:
                 file = None if partial_results is None else partial_results / f"batch-{index:06d}.pt"
                 run = run_key(weights, {**settings, "batch": hashes[-1], "index": index})
@@ -94,7 +99,7 @@ def examine(
         measured = _gather(measured)
     if not measured:
         raise InputError("no batches: give at least one text, image or recording")
-    return summarise(
+    result = summarise(
         [x for index in sorted(measured) for x in measured[index]],
         model=_describe(model, name),
         inputs={"batches": len(measured), **(inputs or {})},
@@ -109,6 +114,16 @@ def examine(
         },
         excerpt=excerpt,
     )
+    return replace(result, unseen=unseen, headline=[*result.headline, *_not_measured(unseen)])
+
+
+def _not_measured(unseen: list[dict[str, str]]) -> list[str]:
+    """A sentence on attention that was not seen."""
+    if not unseen:
+        return []
+    names = ", ".join(f"{x['name']} ({x['class']}: {x['why']})" for x in unseen[:3])
+    more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
+    return [f"Not measured: {names}{more}."]
 
 
 def save_measurements(measurements: list[Measurement], path: Path, run: str) -> None:

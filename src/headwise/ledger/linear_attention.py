@@ -10,22 +10,16 @@ from torch import Tensor
 
 from headwise.ledger.complexity_tables import SLACK, add_table, timed_growth
 from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, equal, generator, matrix, shown
-from headwise.ledger.rank_collapse import sketched
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.linear.factored import factored
 from headwise.operators.linear.projected import projected
 from headwise.operators.linear.projections import count_sketch, dense, pooling
 from headwise.operators.softmax import softmax
 from headwise.operators.sparse.hashed import hashed
-from headwise.theory.collapse import relative_residual
 from headwise.theory.complexity import exponent, formed_memory_growth, growth, memory_growth
 from headwise.theory.concentration import (
     Frequency,
-    expected_square,
-    first_length,
-    measured_square,
     sketch,
-    sketch_size,
 )
 
 SOURCE = Source(
@@ -72,7 +66,7 @@ def jl_distances() -> Finding:
     return Finding(at_most(f"1 - share of Gaussian maps that do, {points} points, k = {k}", 1 - preserved / 20, 0.99))
 
 
-def _failures(test, draws: int = 300) -> Frequency:
+def failures(test, draws: int = 300) -> Frequency:
     """Seeds differ from those of the vectors, so that sketch and vector are independent."""
     return Frequency(sum(bool(test(generator(1000 + seed))) for seed in range(draws)), draws)
 
@@ -88,7 +82,7 @@ def _failures(test, draws: int = 300) -> Frequency:
 def jl_lemma_1() -> Finding:
     n, k, epsilon = 64, 60, 0.5
     x = draw(n)
-    stretched = _failures(lambda g: (sketch(k, n, g) @ x).norm() > (1 + epsilon) * x.norm())
+    stretched = failures(lambda g: (sketch(k, n, g) @ x).norm() > (1 + epsilon) * x.norm())
     allowed = 2 * math.exp(-(epsilon**2 - epsilon**3) * k / 4)
     return Finding(at_most("upper end of the failure rate's interval", stretched.interval[1], allowed))
 
@@ -113,52 +107,14 @@ def jl_lemma_2() -> Finding:
         r = sketch(k, n, g)
         return (r @ x) @ (r @ y)
 
-    printed = _failures(lambda g: sketched(g).abs() > epsilon * (x @ y).abs())
-    true = _failures(lambda g: (sketched(g) - x @ y).abs() > epsilon * x.norm() * y.norm())
+    printed = failures(lambda g: sketched(g).abs() > epsilon * (x @ y).abs())
+    true = failures(lambda g: (sketched(g) - x @ y).abs() > epsilon * x.norm() * y.norm())
     return Finding(
         at_most("lower end of the failure rate's interval, as printed", printed.interval[0], allowed),
         corrected=at_most("upper end, |xR'Ry - xy| <= eps ||x|| ||y||", true.interval[1], allowed),
         example=f"x = (1, 0), y = (0, 1): xy = 0, so xR'Ry would have to be 0; with k = {k} the first draw gives "
         f"{sketched(generator(1000)).item():+.3f}. As printed it fails in {printed.failures} of {printed.draws} draws, "
         f"corrected in {true.failures}",
-    )
-
-
-def _sizes(p: Tensor, rows: int, constant: float, epsilon: float = 0.5) -> Finding:
-    """||PR'Rw - Pw|| <= eps ||Pw|| for an ordinary w, with k from the product and from the quotient; and row by row.
-
-    The corrected statement bounds every one of the first `rows` rows by eps ||p_i|| ||w||, which Lemma 2 (corrected)
-    and a union bound allow to fail with probability 2 rows e^(-(eps^2 - eps^3) k / 4).
-    """
-    n = p.shape[-1]
-    size = rows // 2 if rows < n else n  # log d, for 2 d rows, or log n
-    small = max(1, round(constant * math.log(size) * (epsilon**2 - epsilon**3)))
-    right = sketch_size(size, epsilon, constant)
-    allowed = 2 * rows * math.exp(-(epsilon**2 - epsilon**3) * right / 4)
-
-    def errors(g: torch.Generator, k: int) -> tuple[Tensor, Tensor]:
-        w = torch.randn(n, dtype=torch.float64, generator=g)
-        r = sketch(k, n, g)
-        return p[:rows] @ (r.mT @ (r @ w)) - p[:rows] @ w, w
-
-    def whole(g: torch.Generator, k: int) -> bool:
-        error, w = errors(g, k)
-        return bool(error.norm() > epsilon * (p[:rows] @ w).norm())
-
-    def row_by_row(g: torch.Generator) -> bool:
-        error, w = errors(g, right)
-        return bool((error.abs() > epsilon * p[:rows].norm(dim=-1) * w.norm()).any())
-
-    product, quotient = (_failures(partial(whole, k=k), 60) for k in (small, right))
-    fixed = _failures(row_by_row, 60 if allowed > 0.2 else 320)  # enough for the interval to fall below `allowed`
-    lengths = ", ".join(f"n = {first_length(e):,} at eps = {e:g}" for e in (0.5, 0.2, 0.1, 0.05))
-    saves = f"It is below n, so that a sketch saves anything, only from {lengths}" if size == n else "It is free of n"
-    return Finding(
-        at_most(f"lower end of the failure rate's interval, k = {small}", product.interval[0], 0.05),
-        corrected=at_most(f"upper end row by row, k = {right}, allowed {allowed:.2g}", fixed.interval[1], allowed),
-        example=f"n = {n}, eps = 1/2, ordinary w: the product gives k = {small}, which fails in {product.failures} of "
-        f"{product.draws} draws, the quotient k = {right}, which fails in {quotient.failures}; row by row, relative "
-        f"to ||p_i|| ||w||, it fails in {fixed.failures} of {fixed.draws}. {saves}",
     )
 
 
@@ -184,29 +140,14 @@ def lost_epsilon() -> Finding:
         r = sketch(k, n, g)
         return ((r @ u) @ (r @ w) - u @ w).abs()
 
-    printed = _failures(lambda g: error(g) > (u @ w).abs())
-    fixed = _failures(lambda g: error(g) > epsilon * u.norm() * w.norm())
+    printed = failures(lambda g: error(g) > (u @ w).abs())
+    fixed = failures(lambda g: error(g) > epsilon * u.norm() * w.norm())
     return Finding(
         at_most("lower end of the failure rate's interval, as printed", printed.interval[0], allowed),
         corrected=at_most("upper end, within eps ||u|| ||w||", fixed.interval[1], allowed),
         example=f"cosine 1/20, k = {k}: the error exceeds the whole product uw in {printed.failures} of "
         f"{printed.draws} draws, and eps ||u|| ||w|| in {fixed.failures}; allowed is a rate of {allowed:.3f}",
     )
-
-
-@SOURCE.claim(
-    "S2.low-rank",
-    "3.1",
-    "A sketch of rank 5 log(n) / (eps^2 - eps^3) reproduces P c within eps ||P c||",
-    r"\Pr(\|\tilde Pc-Pc\|\le\varepsilon\|Pc\|)>1-o(1)",
-    Outcome.CORRECTED,
-    "As for softmax attention (S0.low-rank): the error is relative to ||P|| ||c||.",
-    premise="R is independent of P and c",
-    truth="E||PR'Rc - Pc||^2 = (||P||_F^2 ||c||^2 + ||Pc||^2) / k",
-)
-def low_rank() -> Finding:
-    """The theorem of Wang et al. 2020, for the product of two softmaxes."""
-    return sketched(efficient(draw(512, 16), draw(512, 16, seed=1)).dense())
 
 
 @SOURCE.claim(
@@ -301,193 +242,6 @@ def independent_of_k() -> Finding:
         example=f"n = {n}, d = {d}: forming E K and F V with dense E and F takes 2 n k d products, {2 * n * 16 * d:,} "
         f"at k = 16 and {2 * n * 256 * d:,} at k = 256. The whole layer does {full:.1f} times the work; with pooling "
         f"{pooled:.2f} times, with a CountSketch {hashed:.2f} times",
-    )
-
-
-@SOURCE.claim(
-    "S2.delta",
-    "3.2",
-    "E = delta R, F = e^-delta R, delta = 2^-n is close to the unprojected attention",
-    r"E=\delta R,\ F=e^{-\delta}R,\ \delta=2^{-n}",
-    Outcome.REFUTED,
-    "Do not use it: E K vanishes and every token gets the same output. Learn E and F, or pool.",
-)
-def delta_construction() -> Finding:
-    """E = delta R, F = e^-delta R with delta = 2^-n: the distance from attention without projection."""
-    n, d, k = 64, 8, 16
-    q, key, v = (draw(n, d, seed=i) for i in range(3))
-    r = sketch(k, n, generator(3))
-    h = torch.softmax(q / math.sqrt(d), -1)
-    whole = h @ (torch.softmax(key.mT / math.sqrt(d), -1) @ v)
-
-    def projected(delta: float) -> Tensor:
-        low = torch.softmax((delta * r @ key).mT / math.sqrt(d), -1)
-        return h @ (low @ (math.exp(-delta) * r @ v))
-
-    tiny, one = projected(2.0**-n), projected(1.0)
-    exact = relative_residual(softmax(q, key)(v)).item()
-    spread = relative_residual(tiny).item()
-    return Finding(
-        at_most("error relative to the unprojected attention", ((tiny - whole).norm() / whole.norm()).item(), 0.5),
-        example=f"n = 64, delta = 2^-64: all entries of E K are below {(2.0**-n * r @ key).abs().max():.0e}, so every "
-        f"row of L is uniform, 1/{k} for each slot, and every token gets the same output: relative residual "
-        f"{spread:.0e}, at delta = 1 {relative_residual(one).item():.2g}, without projection "
-        f"{relative_residual(whole).item():.2g}, for softmax attention {exact:.2g}",
-    )
-
-
-@SOURCE.claim(
-    "S2.lipschitz",
-    "3.2, step (b)",
-    "||exp(delta x R) - exp(delta x) R|| = o(||exp x||) for delta = o(1/n)",
-    r"\|\exp(\delta xR)-\exp(\delta x)R\|=o(\|\exp x\|)",
-    Outcome.REFUTED,
-    "As delta -> 0 the first term tends to ones and the second to the column sums of R, which do not come closer: the "
-    "proof that a projection may be put inside the exponential breaks here.",
-)
-def exponential_and_projection() -> Finding:
-    """The ratio of the two sides at delta = 2^-n, k = 5 ln n / (eps^2 - eps^3), eps = 1/2, as n grows."""
-    lengths, ratios = (64, 256, 1024, 4096), []
-    for n in lengths:
-        x, delta, k = draw(n), 2.0**-n, sketch_size(n, 0.5)
-        r = sketch(k, n, generator(n)).mT  # n x k, as the text multiplies from the right
-        ratios.append((((delta * x) @ r).exp() - (delta * x).exp() @ r).norm().item() / x.exp().norm().item())
-    fitted = exponent(lengths, ratios)
-    return Finding(
-        at_most("the ratio at n = 4096, which should vanish", ratios[-1], 0.1),
-        example="delta = 2^-n: "
-        + ", ".join(f"{ratio:.2f} at n = {n}" for n, ratio in zip(lengths, ratios, strict=True))
-        + f", {fitted}: it does not vanish. exp(delta x R) tends to a vector of k ones, exp(delta x) R to the column "
-        "sums of R, which are normal of variance n / k",
-    )
-
-
-@SOURCE.claim(
-    "S2.gamma",
-    "3.2, after (4)",
-    "Every row of P is a combination Gamma_i of a few rows, with ||Gamma_i|| = O(d)",
-    r"P=\Gamma P^s,\ \|\Gamma_i\|=\Theta(d)",
-    Outcome.HOLDS_WITH_PREMISE,
-    "The rest of that proof rests on eq. (4), which is false; its conclusion holds for a simpler reason "
-    "(S2.independent-of-n).",
-    premise="the rows of P^s are those of largest volume; the text takes any that have the rank of P",
-)
-def gamma_construction() -> Finding:
-    """max_i ||Gamma_i|| / d for d rows of largest volume, and for rows of queries that are nearly equal."""
-    n, d = 256, 8
-    q = draw(n, d)
-    q[:d] = q[0] + 1e-6 * draw(d, d, seed=2)
-    p = torch.softmax(q, -1) @ torch.softmax(draw(d, n, seed=1), -1)
-    basis = torch.linalg.qr(torch.softmax(q, -1))[0]
-    chosen = _rows_of_largest_volume(basis)
-
-    def largest(rows: Tensor) -> float:
-        gamma = basis @ torch.linalg.inv(basis[rows])
-        assert (gamma @ p[rows] - p).abs().max() < 1e-3  # P = Gamma P^s, both choices
-        return gamma.norm(dim=-1).max().item() / d
-
-    best, near = largest(chosen), largest(torch.arange(d))
-    return Finding(
-        at_most("largest ||Gamma_i|| / d, rows of largest volume", best, 1.0),
-        without=at_most("the same for rows of nearly equal queries", near, 1.0),
-        example=f"n = {n}, d = {d}: {best:.2f} for rows of largest volume, {near:.1e} for {d} rows that have the rank "
-        "of P but belong to nearly equal queries. As printed, Gamma also stacks its blocks over one another and "
-        "inverts a matrix that is not square",
-    )
-
-
-def _rows_of_largest_volume(basis: Tensor) -> Tensor:
-    """d rows of an (n, d) basis such that no exchange increases their determinant: entries of Gamma are at most one."""
-    rows = torch.linalg.lu(basis)[0].argmax(0)[: basis.shape[1]]  # where the pivots are
-    while True:
-        gamma = basis @ torch.linalg.inv(basis[rows])
-        place = int(gamma.abs().argmax())
-        if gamma.flatten()[place].abs() <= 1 + 1e-9:
-            return rows
-        rows[place % basis.shape[1]] = place // basis.shape[1]
-
-
-@SOURCE.claim(
-    "S2.product-norm",
-    "3.2",
-    "||ab|| = ||a|| ||b|| for two vectors",
-    r"\|ab\|=\|a\|\|b\|",
-    Outcome.CORRECTED,
-    "Only for outer products; for inner products it is an inequality.",
-    premise="none",
-    truth="|ab| <= ||a|| ||b||",
-)
-def norm_of_a_product() -> Finding:
-    a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-    pairs = [(draw(4, seed=s), draw(4, seed=s + 500)) for s in range(100)]
-    excess = max((x @ y).abs().item() - (x.norm() * y.norm()).item() for x, y in pairs)
-    return Finding(
-        at_most("| |ab| - ||a|| ||b|| | for a = (1, 0), b = (0, 1)'", abs(abs((a @ b).item()) - 1.0), 1e-9),
-        corrected=at_most("|ab| <= ||a|| ||b||, largest excess over 100 draws", excess, 0.0),
-        example="orthogonal vectors: the product is 0, the product of the lengths is 1",
-    )
-
-
-@SOURCE.claim(
-    "S2.sketch-size",
-    "3.2",
-    "k = 5 log(n) (eps^2 - eps^3) reproduces P w within eps ||P w||",
-    r"k=5\log n\,(\varepsilon^2-\varepsilon^3)",
-    Outcome.CORRECTED,
-    "The quotient is meant, but it does not give the inequality either. At eps = 0.1 it exceeds n up to 4,698 tokens.",
-    premise="R is independent of P and w; with probability 1 - 2 n^(-1/4), which is weak at ordinary lengths",
-    truth="k = 5 log(n) / (eps^2 - eps^3) gives |p_i R'Rw - p_i w| <= eps ||p_i|| ||w|| for all n rows",
-)
-def size_of_the_sketch() -> Finding:
-    """k = 5 log(n) (eps^2 - eps^3), a product, against the quotient, on the inequality that the text is about."""
-    p = efficient(draw(512, 16), draw(512, 16, seed=1)).dense()
-    return _sizes(p, 512, 5.0)
-
-
-@SOURCE.claim(
-    "S2.sketch-size-d",
-    "3.2, eq. (4)",
-    "k = 9 log(d) (eps^2 - eps^3) reproduces 2d rows of P w within eps ||P w||",
-    r"k=9\log d\,(\varepsilon^2-\varepsilon^3)",
-    Outcome.CORRECTED,
-    "The same as S2.sketch-size, for a number of rows that does not grow with n.",
-    premise="R is independent of P and w; with probability 1 - 4 d^(-5/4)",
-    truth="k = 9 log(d) / (eps^2 - eps^3) gives |p_i R'Rw - p_i w| <= eps ||p_i|| ||w|| for 2d rows",
-)
-def size_free_of_n() -> Finding:
-    """k = 9 log(d) (eps^2 - eps^3), again a product; d = 64, 128 rows of a matrix of rank 64."""
-    p = efficient(draw(256, 64), draw(256, 64, seed=1)).dense()
-    return _sizes(p, 128, 9.0)
-
-
-@SOURCE.claim(
-    "S2.independent-of-n",
-    "3.2, eq. (4)",
-    "Because P has rank d, a k that does not depend on n reproduces P w within eps ||P w||",
-    r"k=\Theta(\log d),\ \|\tilde Pw-Pw\|\le\varepsilon\|Pw\|",
-    Outcome.CORRECTED,
-    "A fixed number of slots suffices for any length if the error may be relative to the norms of P and w.",
-    premise="in the mean square over R, which is independent of P and w",
-    truth="||PR'Rw - Pw|| <= eps ||P||_F ||w|| for a k that depends on neither n nor d",
-)
-def independent_of_n() -> Finding:
-    """k = 9 ln d / (eps^2 - eps^3), the same for every n: the error relative to ||P w||, and to ||P||_F ||w||."""
-    d, epsilon = 8, 0.5
-    k = sketch_size(d, epsilon, 9.0)
-    to_output, to_lengths = [], []
-    for n in (64, 256, 1024):
-        p, w = efficient(draw(n, d), draw(n, d, seed=1)).dense(), draw(n, 1, seed=2)
-        w = w - w.mean()
-        root = math.sqrt(expected_square(p, w, k))
-        measured = math.sqrt(measured_square(p, w, k, 20, generator=generator(3))[0])
-        to_output.append(measured / (p @ w).norm().item())
-        to_lengths.append(max(measured, root) / (p.norm() * w.norm()).item())
-    return Finding(
-        at_most(f"error relative to ||Pw||, k = {k}, largest over n = 64 … 1024", max(to_output), epsilon),
-        corrected=at_most("error relative to ||P||_F ||w||", max(to_lengths), epsilon),
-        example=f"w of zero mean, k = {k}, n = 64, 256, 1024: relative to ||Pw|| the error is "
-        f"{', '.join(f'{x:.1f}' for x in to_output)}; relative to ||P||_F ||w|| "
-        f"{', '.join(f'{x:.2f}' for x in to_lengths)}, and this does not need P to be of low rank",
     )
 
 

@@ -12,12 +12,9 @@ from torch import Tensor
 from headwise.ledger.complexity_tables import CHAINS, COSTS, add_table
 from headwise.ledger.entry import Finding, Outcome, Source, at_most, draw, equal, generator, matrix, rounding, shown
 from headwise.linalg.norms import composite_norm, infinity_norm, one_norm, spectral_norm
-from headwise.testing.counting import MultiplyAdds
-from headwise.theory import concentration, paths
+from headwise.theory import paths
 from headwise.theory.collapse import collapse, layer_constant, published_log_bound, relative_residual, residual
 from headwise.theory.collapse_counterexamples import long_layer, two_wide_heads
-from headwise.theory.complexity import exponent
-from headwise.theory.concentration import sketch
 from headwise.theory.counterexamples import Draw, Side, Worst, search
 from headwise.theory.stack import random_stack
 
@@ -243,122 +240,6 @@ def residual_minimiser() -> Finding:
         example=f"in other norms the mean is not the best row: X = (0, 0, 3)', subtracting the mean 1 leaves "
         f"(-1, -1, 2), infinity norm {infinity_norm(residual(x)):g}; a gradient search finds a row that leaves "
         f"{better:.3g}",
-    )
-
-
-@SOURCE.claim(
-    "S0.low-rank",
-    "Theorem 2.3",
-    "A random sketch of rank O(log n) reproduces P w within eps ||P w||",
-    r"\|PR^\top Rw-Pw\|\le\varepsilon\|Pw\|",
-    Outcome.CORRECTED,
-    "The error is relative to ||P|| ||w||, not to the output: for zero-mean values the sketch is noise. For rank k, "
-    "truncate the spectrum or learn the projection.",
-    premise="R is independent of P and w",
-    truth="E||PR'Rw - Pw||^2 = (||P||_F^2 ||w||^2 + ||Pw||^2) / k",
-)
-def low_rank() -> Finding:
-    return sketched(torch.softmax(draw(512, 16) @ draw(16, 512, seed=1) / 4, -1))
-
-
-def sketched(p: Tensor, epsilon: float = 0.5) -> Finding:
-    """||P R'R w - P w|| <= eps ||P w|| for a w of zero mean, and the second-moment law in its place."""
-    n = p.shape[-1]
-    w = draw(n, 1, seed=2)
-    w = w - w.mean()
-    k = concentration.sketch_size(n, epsilon)
-    failed = concentration.failures_of_low_rank(p, w, k, epsilon, 40, generator=generator(3))
-    easy = concentration.failures_of_low_rank(p, 1 + 0.01 * w, k, epsilon, 40, generator=generator(4))
-    mean, error = concentration.measured_square(p, w, k, 60, generator=generator(5))
-    expected = concentration.expected_square(p, w, k)
-    best, random = concentration.best_rank_error(p, k), concentration.sketch_error(p, k, 5, generator=generator(6))
-    size = p.norm().item()
-    two, r = matrix([[0.5, 0.5]]), concentration.sketch(8, 2, generator(7))
-    off = (two @ r.mT @ r @ matrix([[1.0], [-1.0]])).item()
-    return Finding(
-        at_most(f"lower end of the failure rate's interval, n = {n}, k = {k}", failed.interval[0], 0.05),
-        corrected=at_most("second moment, distance in standard errors", abs(mean - expected) / error, 4.0),
-        example=f"P = (1/2, 1/2), w = (1, -1)': P w = 0, so the claim allows no error, but a sketch of 8 rows has "
-        f"error {off:+.3f}; at n = {n}, w of zero mean fails in {failed.failures} of {failed.draws} draws, w nearly "
-        f"constant in {easy.failures}; of ||P||_F = {size:.3g} the sketch loses {random:.3g} and the best matrix of "
-        f"that rank {best:.2g}",
-    )
-
-
-@SOURCE.claim(
-    "S0.exponential",
-    "2.3, proof",
-    "softmax(A / sqrt(d)) = exp(sqrt(d) A) D^-1",
-    r"\mathrm{softmax}(A/\sqrt d)=\exp(\sqrt d A)D_A^{-1}",
-    Outcome.CORRECTED,
-    "A misprint with consequences for whoever implements it: scores d times too large.",
-    premise="D holds the row sums and stands on the left",
-    truth="D^-1 exp(A / sqrt(d))",
-)
-def exponential_form() -> Finding:
-    a, d = draw(5, 5), 16
-
-    def scaled(factor: float, by_rows: bool) -> Tensor:
-        e = (factor * a).exp()
-        return e / e.sum(-1, keepdim=True) if by_rows else e / e.sum(-2, keepdim=True)
-
-    p = torch.softmax(a / math.sqrt(d), -1)
-    rows = scaled(math.sqrt(d), False).sum(-1)
-    return Finding(
-        equal("exp(sqrt(d) A) D^-1 against softmax(A / sqrt(d)), d = 16", scaled(math.sqrt(d), False), p),
-        corrected=equal("D^-1 exp(A / sqrt(d)) against it", scaled(1 / math.sqrt(d), True), p),
-        example=f"as printed, D^-1 on the right divides columns: the first row sums to {rows[0].item():.3f}, not to 1",
-    )
-
-
-@SOURCE.claim(
-    "S0.svd",
-    "2.3, proof",
-    "The SVD of P~ achieves linear complexity",
-    r"\tilde P\simeq\sum_{i=1}^k\sigma_iu_iv_i^\top",
-    Outcome.REFUTED,
-    "To sketch or decompose P one needs P, or products with it: n^2 operations. Linformer learns its projections, "
-    "which replaces the decomposition.",
-)
-def svd_needs_p() -> Finding:
-    """Operations before the first product with the k singular vectors, as n grows: the exponent of forming P R'."""
-    lengths = (256, 512, 1024, 2048)
-    counts = []
-    for n in lengths:
-        q, key, r = draw(n, 8), draw(n, 8, seed=1), sketch(16, n, generator(2))
-        with MultiplyAdds() as count:
-            _ = torch.softmax(q @ key.mT, -1) @ r.mT
-        counts.append(count.products)
-    fitted = exponent(lengths, counts)
-    return Finding(
-        at_most("exponent of the operations that the decomposition needs", fitted.value, 1.05),
-        example=f"forming P R' for a sketch of 16 rows takes {counts[0]:,} multiply-adds at n = 256 and "
-        f"{counts[-1]:,} at n = 2048: {fitted}; only the products with k vectors afterwards are linear",
-    )
-
-
-@SOURCE.claim(
-    "S0.rank",
-    "2.3",
-    "The rank is Theta(log n * log n)",
-    r"\mathrm{rank}\,\tilde P=\Theta(\log n\cdot\log n)",
-    Outcome.CORRECTED,
-    "The theorem itself states Theta(log n). The logarithm is the price of all rows at once; the sum over rows needs "
-    "none (S2.independent-of-n).",
-    premise="every row of P w within eps ||p_i|| ||w||, for one w that does not depend on R",
-    truth="rank = Theta(log n)",
-)
-def rank_of_the_sketch() -> Finding:
-    """The rank that keeps every row of P w within eps ||p_i|| ||w||, measured: k eps^2 where half of the draws do."""
-    lengths = (2**6, 2**12)
-    needed = [concentration.rank_for_all_rows(n, draws=200, generator=generator(n)) for n in lengths]
-    ratio, logs = needed[1] / needed[0], math.log(lengths[1]) / math.log(lengths[0])
-    return Finding(
-        at_most("distance of k(4096) / k(64) from 4, the value for log n * log n", abs(ratio - logs**2), 0.4),
-        corrected=at_most("distance from 2, the value for log n", abs(ratio - logs), 0.4),
-        example=f"P = I, whose rows are as different as rows of P can be, 200 draws: half of them keep all rows within "
-        f"eps with k = {needed[0]:.1f} / eps^2 at n = 64 and {needed[1]:.1f} / eps^2 at n = 4096: {ratio:.2f} times "
-        f"as many, where log n has doubled",
     )
 
 

@@ -12,6 +12,7 @@ from headwise.ledger import (
     attention_as_convolution,
     growing_networks,
     linear_attention,
+    low_rank_sketches,  # noqa: F401  registers claims of two sources
     mathematical_view,
     rank_collapse,
 )

@@ -1,23 +1,30 @@
-"""Make the batches a model takes from texts, images, recordings or random tokens."""
+"""Make the batches a model takes from texts or random tokens; `media` makes them from images and recordings."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import InputError, needs_extra
+from headwise.errors import InputError
 from headwise.models import gate
-from headwise.models.gate import one_line, transformers_library
+from headwise.models.gate import transformers_library
 from headwise.models.load import LoadedModel
+from headwise.reading import anything, map_of, read_json
 
 SAMPLE_TEXT = Path(__file__).parent / "data" / "moby-dick.txt"
-IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+LONGEST = 512
+"""Tokens of a text unless the caller asks for more: what most encoders were trained on."""
+
+UNKNOWN = 0.1
+"""Share of unknown tokens from which on a text is said to be in words that the tokenizer does not have."""
+
+SENTENCE_CONFIG = "sentence_bert_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -35,10 +42,19 @@ KINDS = {
 }
 """kind of input -> (names that models give it, option that provides it)"""
 
+TEXT_WORDS = {"item": "text", "items": "texts", "unit": "token", "units": "tokens"}
+IMAGE_WORDS = {"item": "image", "items": "images", "unit": "patch", "units": "patches"}
+FRAME_WORDS = {"item": "recording", "items": "recordings", "unit": "frame", "units": "frames"}
+"""What a report calls an input and a position in it."""
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Batches, a function that names each position of a batch, and where the batches came from."""
+    """Batches, a function that names each position of a batch, and where the batches came from.
+
+    The description has `kind`, `words` (what to call an input and its positions) and, where they apply, `source`,
+    `length`, `length_from` and `notes` (what a reader of the results must know).
+    """
 
     batches: Sequence[Any]
     token_names: Callable[[Any], list[list[str]]] | None
@@ -51,10 +67,10 @@ def text_input(
     """At most `texts` texts of `length` tokens, special tokens included, cut in order from the files.
 
     files   default: an excerpt of Moby-Dick that ships with headwise
-    length  default: 512, or the number of positions of the model if that is less
+    length  default: what the model declares (`declared_length`), at most 512
     batch   texts in one batch
     """
-    _check_takes(loaded, "text")
+    check_takes(loaded, "text")
     paths = list(files) if files else [SAMPLE_TEXT]
     content = "\n\n".join(_read(path) for path in paths)
     if not content.strip():
@@ -63,8 +79,9 @@ def text_input(
     with gate.failures(f"the tokenizer of {loaded.name} cannot read the text"):
         ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     positions = max_positions(loaded.model)
+    length_from = "--length"
     if length is None:
-        length = min(512, positions or 512)
+        length, length_from = declared_length(loaded, tokenizer)
     if positions is not None and length > positions:
         raise InputError(f"{loaded.name} has {positions} positions, but --length is {length}; use at most {positions}")
     before, after = _special_tokens(tokenizer)
@@ -87,107 +104,123 @@ def text_input(
             "use the tokenizer that belongs to the model"
         )
     return Inputs(
-        [_with_decoder(loaded.model, {"input_ids": part}) for part in rows.split(batch)],
+        [with_decoder(loaded.model, {"input_ids": part}) for part in rows.split(batch)],
         lambda x: [tokenizer.convert_ids_to_tokens(row.tolist()) for row in x["input_ids"]],
-        {"kind": "text", "source": [path.name for path in paths], "length": rows.shape[1]},
+        {
+            "kind": "text",
+            "source": [path.name for path in paths],
+            "length": rows.shape[1],
+            "length_from": length_from if rows.shape[1] == length else "the text",
+            "words": TEXT_WORDS,
+            "notes": _unknown_tokens(loaded.name, tokenizer, rows),
+        },
     )
+
+
+def declared_length(loaded: LoadedModel, tokenizer: Any) -> tuple[int, str]:
+    """(tokens, where it is said): the smallest length that the model's own files declare, at most `LONGEST`."""
+    lengths = [(LONGEST, "the default of headwise"), (max_positions(loaded.model), "the positions of the model")]
+    lengths.append((getattr(tokenizer, "model_max_length", None), "model_max_length of the tokenizer"))
+    sentences = loaded.source / SENTENCE_CONFIG if isinstance(loaded.source, Path) else None
+    if sentences is not None and sentences.is_file():
+        found = read_json(sentences, map_of(anything), "a config of sentence-transformers", foreign=True)
+        lengths.append((found.get("max_seq_length"), f"max_seq_length of {SENTENCE_CONFIG}"))
+    # a tokenizer that knows no limit says 10^30; one that says less than 8 cannot mean texts
+    return min(((n, where) for n, where in lengths if isinstance(n, int) and n >= 8), key=lambda pair: pair[0])
+
+
+def _unknown_tokens(name: str, tokenizer: Any, rows: Tensor) -> list[str]:
+    """A sentence if the tokenizer does not know the words of the text."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    count = 0 if unknown is None else int((rows == unknown).sum())
+    if count < UNKNOWN * rows.numel():
+        return []
+    return [
+        f"{count} of {rows.numel()} tokens are {tokenizer.unk_token}: the {type(tokenizer).__name__} of {name} does "
+        "not know the words of this text; use the tokenizer that belongs to the model, or a text in its language"
+    ]
 
 
 def random_tokens(loaded: LoadedModel, length: int, *, texts: int, seed: int) -> Inputs:
     """Texts of uniformly random tokens: for models without a tokenizer, and to see which structure needs no text."""
-    _check_takes(loaded, "text")
+    check_takes(loaded, "text")
     vocabulary = _vocabulary(loaded.model)
     if vocabulary is None:
         raise InputError(f"{loaded.name} has no vocabulary to draw random tokens from; {_takes(loaded)}")
     positions = max_positions(loaded.model)
     if positions is not None and length > positions:
-        raise InputError(f"{loaded.name} has {positions} positions, but --random-tokens is {length}")
+        raise InputError(
+            f"{loaded.name} has {positions} positions, but --random-tokens is {length}; use at most {positions}"
+        )
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(vocabulary, (1, length), generator=generator) for _ in range(texts)]
     return Inputs(
-        [_with_decoder(loaded.model, {"input_ids": row}) for row in rows],
+        [with_decoder(loaded.model, {"input_ids": row}) for row in rows],
         lambda x: [[str(i) for i in row.tolist()] for row in x["input_ids"]],
-        {"kind": "random tokens", "length": length},
+        {"kind": "random tokens", "length": length, "words": TEXT_WORDS},
     )
-
-
-def image_input(loaded: LoadedModel, directory: Path, *, limit: int) -> Inputs:
-    """The first `limit` images of a directory, prepared by the model's own processor."""
-    _check_takes(loaded, "images")
-    if not directory.is_dir():
-        raise InputError(f"--images {directory}: no such directory")
-    paths = sorted(p for p in directory.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)[:limit]
-    if not paths:
-        raise InputError(f"--images {directory}: no .png, .jpg, .bmp or .webp file in it")
-    with needs_extra("models", "reading images"):
-        from PIL import Image
-    processor = _preprocessor(loaded, "AutoImageProcessor", "image processor")
-    batches = []
-    for path in paths:
-        try:
-            image = Image.open(path).convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise InputError(f"{path} cannot be read as an image ({one_line(error)})") from error
-        with gate.failures(f"{path} cannot be prepared for {loaded.name}"):
-            batches.append({"pixel_values": processor(images=image, return_tensors="pt")["pixel_values"]})
-    return Inputs(batches, None, {"kind": "images", "source": [p.name for p in paths]})
-
-
-def audio_input(loaded: LoadedModel, files: Sequence[Path], *, limit: int) -> Inputs:
-    """The first `limit` recordings, prepared by the model's own feature extractor."""
-    _check_takes(loaded, "recordings")
-    extractor = _preprocessor(loaded, "AutoFeatureExtractor", "feature extractor")
-    rate = getattr(extractor, "sampling_rate", 16000)
-    batches = []
-    for path in files[:limit]:
-        samples = read_audio(path, rate).numpy()
-        with gate.failures(f"{path} cannot be prepared for {loaded.name}"):
-            features = extractor(samples, sampling_rate=rate, return_tensors="pt")
-        batches.append(_with_decoder(loaded.model, {k: x for k, x in features.items() if k != "attention_mask"}))
-    return Inputs(batches, None, {"kind": "audio", "source": [Path(p).name for p in files[:limit]]})
-
-
-def read_audio(path: Path, rate: int) -> Tensor:
-    """A recording as one channel at `rate` samples per second, linearly interpolated if recorded at another rate."""
-    with needs_extra("models", "reading recordings"):
-        import soundfile
-    try:
-        samples, recorded_rate = soundfile.read(str(path), dtype="float32", always_2d=True)
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"{path} cannot be read as a recording ({one_line(error)})") from error
-    mono = torch.from_numpy(samples).mean(-1)
-    if len(mono) < rate // 10:
-        raise InputError(f"{path} lasts {len(mono) / recorded_rate:.2f} s; attention needs at least 0.1 s of sound")
-    if recorded_rate == rate:
-        return mono
-    size = round(len(mono) * rate / recorded_rate)
-    return torch.nn.functional.interpolate(mono[None, None], size=size, mode="linear")[0, 0]
 
 
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence the model has positions for, or None if its config does not say."""
     config = getattr(model, "config", None)
     sizes = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
-    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    size = next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    for name, module in model.named_modules():
+        # RoBERTa counts positions from the one after padding, so that the first ones are never used
+        is_table = isinstance(module, nn.Embedding) and module.num_embeddings == size and "position" in name
+        if size is not None and is_table and isinstance(module.padding_idx, int):
+            return size - module.padding_idx - 1
+    return size
 
 
-def _check_takes(loaded: LoadedModel, kind: str) -> None:
+def part_that_takes(loaded: LoadedModel, kind: str) -> LoadedModel:
+    """The encoder for one kind of input of a model that has one for each, such as CLIP; otherwise `loaded`."""
+    if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):
+        return loaded
+    encoders = {name: part for name, part in loaded.model.named_children() if hasattr(part, "main_input_name")}
+    kinds = {_kind(part) for part in encoders.values()}
+    main = _kind(loaded.model)
+    if main is None or None in kinds or len(kinds) < 2:
+        return loaded
+    fitting = [(name, part) for name, part in encoders.items() if _kind(part) == kind]
+    if len(fitting) != 1:
+        return loaded
+    name, part = fitting[0]
+    note = f"{loaded.name}: its {name} is examined, as it is given {kind} only"
+    return replace(loaded, model=part, name=f"{loaded.name} {name}", notes=(*loaded.notes, note))
+
+
+def _kind(model: nn.Module) -> str | None:
+    main = getattr(model, "main_input_name", None)
+    return next((kind for kind, (names, _) in KINDS.items() if main in names.split()), None)
+
+
+def needs_text(model: nn.Module) -> bool:
+    """Whether the model takes text beside images or recordings: its main input is text, and it has one encoder."""
+    return _kind(model) == "text"
+
+
+def known_arguments(model: nn.Module, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Those tensors of a processor that the model's forward names."""
+    names = inspect.signature(model.forward).parameters
+    return {name: x for name, x in features.items() if name in names and isinstance(x, Tensor)}
+
+
+def check_takes(loaded: LoadedModel, kind: str) -> None:
     """Raise InputError if `loaded` is known to take other inputs than `kind`."""
     if loaded.is_factory and not hasattr(loaded.model, "config"):
         raise InputError(f"{loaded.source} returned no batches; return (model, [batch, …]), as it has no tokenizer")
-    main = getattr(loaded.model, "main_input_name", None)
-    known = {name for names, _ in KINDS.values() for name in names.split()}
     arguments = inspect.signature(loaded.model.forward).parameters
-    if main in known and not any(name in arguments for name in KINDS[kind][0].split()):
+    if _kind(loaded.model) is not None and not any(name in arguments for name in KINDS[kind][0].split()):
         raise InputError(f"{loaded.name} does not take {kind}; {_takes(loaded)}")
 
 
 def _takes(loaded: LoadedModel) -> str:
-    main = getattr(loaded.model, "main_input_name", None)
-    for kind, (names, option) in KINDS.items():
-        if main in names.split():
-            return f"it takes {kind}: use {option}"
-    return "use python:module:factory, with a factory that returns (model, batches)"
+    kind = _kind(loaded.model)
+    if kind is None:
+        return "use python:module:factory, with a factory that returns (model, batches)"
+    return f"it takes {kind}: use {KINDS[kind][1]}"
 
 
 def _vocabulary(model: nn.Module) -> int | None:
@@ -202,10 +235,11 @@ def _tokenizer(loaded: LoadedModel) -> Any:
         raise InputError(
             f"{loaded.source} has no tokenizer (such as tokenizer.json); use --random-tokens N instead of a text"
         )
-    return _preprocessor(loaded, "AutoTokenizer", "tokenizer", "; use --random-tokens N instead of a text")
+    return preprocessor(loaded, "AutoTokenizer", "tokenizer", "; use --random-tokens N instead of a text")
 
 
-def _preprocessor(loaded: LoadedModel, auto_class: str, what: str, advice: str = "") -> Any:
+def preprocessor(loaded: LoadedModel, auto_class: str, what: str, advice: str = "") -> Any:
+    """The tokenizer, image processor or feature extractor of a model, by the name of its class in transformers."""
     if loaded.is_factory:
         raise InputError(f"{loaded.source} has no {what}, and returned no batches; return (model, [batch, …])")
     try:
@@ -221,7 +255,7 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return ([], []) if start is None else (whole[:start], whole[start + len(plain) :])
 
 
-def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Add decoder tokens for an encoder–decoder: the same text, or 16 start tokens for speech."""
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False):

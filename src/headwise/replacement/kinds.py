@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.errors import InputError, UnsupportedError
+from headwise.operators._kernels.key_patterns import KeyPattern
 from headwise.operators.base import AttentionOperator
 from headwise.operators.masks import Mask
 
@@ -114,6 +115,8 @@ class Kind:
     cross_attention  works for queries and keys at different positions
     from_first_key   positions count from the first real key, so padding before it is moved to the end
     reads_scores     P depends on q and k
+    pattern          (inputs, options) -> the keys of each query, if P is a softmax over them: all such heads of a layer
+                     are one call of the compiled kernels.  Learned tensors are the a, b, c of `near_far`, or none.
     """
 
     summary: str
@@ -128,6 +131,7 @@ class Kind:
     cross_attention: bool = False
     from_first_key: bool = False
     reads_scores: bool = True
+    pattern: Callable[[HeadInputs, Options], KeyPattern] | None = None
 
 
 KINDS: dict[str, Kind] = {}
@@ -245,6 +249,11 @@ class Choice:
 
     def operator(self, inputs: HeadInputs, tensors: Tensors) -> AttentionOperator:
         """P for heads with the same choice: (b, h, m, n), or fewer batch axes where heads do not differ."""
+        self.check_inputs(inputs)
+        return self.definition.build(inputs, self.options, tensors)
+
+    def check_inputs(self, inputs: HeadInputs) -> None:
+        """Raise UnsupportedError for a causal call or for numbers of queries and keys that it is not for."""
         kind, m, n = self.definition, inputs.m, inputs.n
         if inputs.mask.causal:
             self.check_causal("attention")
@@ -257,7 +266,6 @@ class Choice:
                     else "it needs queries and keys at the same positions; use softmax for cross-attention"
                 )
             )
-        return kind.build(inputs, self.options, tensors)
 
     def cost(self, n: int, width: int, causal: bool) -> Cost:
         """Cost of one head for one sequence of n, as the operator itself counts it."""

@@ -42,17 +42,20 @@ class ModelDifference:
         return {**asdict(self), "drift": self.drift}
 
 
-def is_model(path: Path) -> bool:
-    """Whether `path` is a directory written by save_pretrained, not by examine."""
-    return path.is_dir() and (path / "config.json").is_file() and not (path / "report.json").exists()
+def is_examination(spec: str) -> bool:
+    """Whether `spec` is a directory that examine wrote, or the report.json in it; anything else names a model."""
+    path = Path(spec)
+    return (path / "report.json").is_file() or (path.suffix == ".json" and path.is_file())
 
 
-def open_model(path: Path, trust: Trust = UNTRUSTED, *, allow_missing: bool = False) -> LoadedModel:
-    """The model in a directory, rewritten or not; `allow_missing` as in `load_model`."""
-    config = read_json(path / "config.json", map_of(anything), "a directory that save_pretrained wrote", foreign=True)
-    if "headwise" in config:
-        return LoadedModel(load(path, trust=trust).eval(), path.resolve().name, path, trust=trust)
-    return load_model(str(path.absolute()), with_head=True, trust=trust, allow_missing=allow_missing)
+def open_model(spec: str, trust: Trust = UNTRUSTED, **options: Any) -> LoadedModel:
+    """The model that `spec` names, rewritten or not; options as in `load_model`."""
+    path = Path(spec)
+    if (path / "config.json").is_file():
+        what = "a directory that save_pretrained wrote"
+        if "headwise" in read_json(path / "config.json", map_of(anything), what, foreign=True):
+            return LoadedModel(load(path, trust=trust).eval(), path.resolve().name, path, trust=trust)
+    return load_model(spec, with_head=True, trust=trust, **options)
 
 
 def compare_models(

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from headwise.errors import UnsupportedError
 from headwise.operators._kernels import limits
+from headwise.operators._kernels.key_patterns import KeyPattern
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.base import AttentionOperator
 from headwise.operators.linear.efficient import efficient
 from headwise.operators.linear.factored import factored
-from headwise.operators.linear.near_far import near_far
+from headwise.operators.linear.near_far import near_far, near_far_pattern
 from headwise.operators.linear.nystrom import nystrom
 from headwise.operators.linear.projected import projected
 from headwise.operators.linear.projections import Dense
@@ -23,7 +24,7 @@ from headwise.operators.relative.offset import offset
 from headwise.operators.relative.toeplitz import toeplitz_softmax
 from headwise.operators.softmax import softmax
 from headwise.operators.sparse.hashed import hashed, random_rotations
-from headwise.operators.sparse.window import window
+from headwise.operators.sparse.window import window, window_pattern
 from headwise.operators.uniform import uniform
 from headwise.replacement.kinds import (
     AttentionSample,
@@ -118,8 +119,16 @@ def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOpera
 
 def _near_far(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     a, b, c = (tensors[name].to(x.q.dtype) for name in ("a", "b", "c"))
-    block, leading = min(options["block"], x.n), min(options["leading"], x.n - 1)
+    block, leading = _near_far_sizes(x, options)
     return near_far(x.q, x.k, a, b, c, block=block, leading=leading, scale=x.scale, **x.masks)
+
+
+def _near_far_sizes(x: HeadInputs, options: Options) -> tuple[int, int]:
+    return min(options["block"], x.n), min(options["leading"], x.n - 1)
+
+
+def _near_far_pattern(x: HeadInputs, options: Options) -> KeyPattern:
+    return near_far_pattern(*_near_far_sizes(x, options), options["rank"], x.mask.causal)
 
 
 def _initial_near_far(options: Options, length: int, width: int) -> Tensors:
@@ -231,6 +240,7 @@ STANDARD_KINDS = {
         causal=True,
         cached=True,
         cross_attention=True,
+        pattern=lambda x, options: KeyPattern(),
     ),
     "uniform": Kind(
         "the mean of the values",
@@ -281,6 +291,7 @@ STANDARD_KINDS = {
         causal=True,
         cached=True,
         from_first_key=True,
+        pattern=lambda x, options: window_pattern(options["width"], min(options["leading"], x.n), x.mask.causal),
     ),
     "near_far": Kind(
         "softmax over neighbouring blocks and the `leading` first keys, `rank` learned features for all other keys",
@@ -292,6 +303,7 @@ STANDARD_KINDS = {
         candidates=_near_far_candidates,
         causal=True,
         from_first_key=True,
+        pattern=_near_far_pattern,
     ),
     "efficient": Kind(
         "softmax over the features of q times softmax over the keys of k",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError, NonFiniteError
-from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.head_measures import MEASURES, HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
 from headwise.models.fingerprint import batch_hash
@@ -78,10 +78,26 @@ class _SiteMeasurement:
         self.spectral, self.spectra_exact = evaluate_spectra(heads), heads[0].spectrum.exact
         self.leading = torch.stack([head.values[:LEADING] for head in heads])
 
+    def merge(self, others: list[_SiteMeasurement]) -> None:
+        """Become the measurement of a sequence whose windows are this one and `others`."""
+        windows = [self, *others]
+
+        def over(name: str, values: list[Tensor]) -> Tensor:
+            stacked = torch.stack(values)
+            return stacked.mode(0).values if MEASURES[name].discrete else stacked.nanmean(0)
+
+        self.numbers = {name: over(name, [x.numbers[name] for x in windows]) for name in self.numbers}
+        self.spectral = {name: over(name, [x.spectral[name] for x in windows]) for name in self.spectral}
+        self.profile, self.leading = (
+            torch.stack([getattr(x, name) for x in windows]).mean(0) for name in ("profile", "leading")
+        )
+        self.sampled_rows = torch.cat([x.sampled_rows for x in windows], dim=1)
+        self.spectra_exact = all(x.spectra_exact for x in windows)
+
     def add_projection(self, weight: Tensor) -> None:
         """Measures of P V W_O; weight is W_O (h d, width)."""
         h, d, _ = self.output_gram.shape
-        split = weight.detach().float().reshape(h, d, -1)
+        split = weight.detach().cpu().float().reshape(h, d, -1)
         self.numbers.update(evaluate(HeadProjection(self.output_gram, split)))
 
 
@@ -103,6 +119,7 @@ def observe(
     def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
+        is_plain, call = _is_plain(call), call.to_measure()
         site, block = _site(call, blocks, states), block_of(call, blocks)
         tokens.add(block, call)
         for b in range(len(call.q)):
@@ -113,9 +130,9 @@ def observe(
             measured = _SiteMeasurement(site, sums)
             if with_spectra:
                 measured.add_spectra(scores, v, generator)
-            by_sequence.setdefault(b, []).append(measured)
+            by_sequence.setdefault(b // call.windows, []).append(measured)
             unprojected.append(measured)
-            if _is_plain(call):
+            if is_plain:
                 outputs.append(sums.output)
         if isinstance(call.module, nn.MultiheadAttention):
             _project(unprojected, call.module.out_proj.weight.mT)
@@ -143,12 +160,27 @@ def observe(
     if not by_sequence:
         raise nothing_seen(model)
     digest = batch_hash(batch)
-    return [_measurement(b, sites, states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
+    return [_measurement(b, _over_windows(sites), states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
+
+
+def _over_windows(measured: list[_SiteMeasurement]) -> list[_SiteMeasurement]:
+    """One measurement for each site of one sequence: numbers are means over its windows, discrete ones modes.
+
+    A model that cuts an image into windows computes a small P for each.  All of P is block-diagonal; what is said of a
+    head is said of an average block.
+    """
+    by_site: dict[str, list[_SiteMeasurement]] = {}
+    for each in measured:
+        by_site.setdefault(each.site.name, []).append(each)
+    for first, *others in by_site.values():
+        if others:
+            first.merge(others)
+    return [windows[0] for windows in by_site.values()]
 
 
 def _check_finite(call: AttentionCall, b: int, sums: HeadSums) -> None:
     """NonFiniteError with the place of the first NaN or infinity: no number is measured from them."""
-    finite = sums.output.isfinite().all(-1).all(-1) & sums.log_sum_exp.isfinite().all(-1)
+    finite = sums.output.isfinite().all(-1).all(-1) & (sums.log_sum_exp < math.inf).all(-1)  # -inf: sees no key
     if not bool(finite.all()):
         heads = (~finite).nonzero().flatten().tolist()
         others = f" and of {len(heads) - 1} others" if len(heads) > 1 else ""
@@ -160,10 +192,10 @@ def _check_finite(call: AttentionCall, b: int, sums: HeadSums) -> None:
 
 
 def _is_plain(call: AttentionCall) -> bool:
-    """Float32 with no mask but causality: the measured output is what the model would compute, to rounding."""
+    """Float32 on the CPU with no mask but causality: the measured output is what the model computes, to rounding."""
     mask = call.mask
     unmasked = mask.visible is None and mask.attn_bias is None and (mask.ahead or 0) >= 0
-    return call.q.dtype == torch.float32 == call.v.dtype and unmasked
+    return call.q.device.type == "cpu" and call.q.dtype == torch.float32 == call.v.dtype and unmasked
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +277,7 @@ class BlockTokens:
     def add(self, block: str | None, call: AttentionCall) -> None:
         """Note an attention call of the block."""
         self._layouts[block] = self._layouts[None] = layout = SequenceLayout.of(call)
-        if call.kind == "self" and call.mask.m == call.mask.n == layout.length:
+        if call.kind == "self" and call.windows == 1 and call.mask.m == call.mask.n:
             self._kept[block] = [attended_keys(call.mask.index(b)) for b in range(layout.sequences)]
 
     def queries(self, block: str | None, call: AttentionCall, b: int) -> Tensor | None:
@@ -270,7 +302,7 @@ class BlockTokens:
 
 
 def _each(measure: Callable[[Tensor], dict[str, float]], x: list[Tensor] | None) -> list[dict[str, float]] | None:
-    return None if x is None else [measure(one) for one in x]
+    return None if x is None else [measure(one.cpu()) for one in x]
 
 
 def _project(unprojected: list[_SiteMeasurement], weight: Tensor) -> None:

@@ -28,6 +28,7 @@ from headwise.linalg import ranks
 from headwise.linalg.krylov import singular_vectors
 from headwise.linalg.quadrature import Estimate, SpectralSums
 from headwise.linalg.spectrum import Spectrum
+from headwise.operators._kernels.native.eigenvalue_shares import eigenvalue_shares
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.softmax import Softmax
 
@@ -88,12 +89,11 @@ def _all_values(scores: Scores, v: Tensor) -> HeadSpectrum:
     """All singular values, and the share of ||P V||^2 that each direction carries, from the smaller Gram matrix."""
     p, v = Softmax(scores.to(torch.float64)).dense(), v.double()
     if p.shape[0] <= p.shape[1]:
-        squares, left = torch.linalg.eigh(p @ p.mT)
-        carried = (left.mT @ (p @ v)).square().sum(-1)
+        squares, carried = eigenvalue_shares(p @ p.mT, p @ v)
     else:
-        squares, right = torch.linalg.eigh(p.mT @ p)
-        carried = (p @ right).square().sum(0) * (right.mT @ v).square().sum(-1)
-    squares, carried = squares.flip(-1).clamp(min=0), carried.flip(-1)  # eigh sorts from the smallest
+        squares, carried = eigenvalue_shares(p.mT @ p, v)
+        carried = squares.clamp(min=0) * carried
+    squares = squares.clamp(min=0)
     carried = _shared_between_ties(squares, carried)
     values, unknown = squares.sqrt(), torch.full_like(squares, torch.nan)
     spectrum = Spectrum(values, unknown, unknown, True, len(values), squares.sum().sqrt())

@@ -8,7 +8,8 @@ For E = exp(S - max) and Z = E 1, a block of rows gives in a few sweeps
     c_j        = sum_i P_ij                                       what key j receives
     O          = P V
 
-At most `limits.CACHE_ENTRIES` entries of P exist at a time.  `head_measures` makes numbers of the sums.
+At most `limits.CACHE_ENTRIES` entries of P exist at a time.  A query that attends to no key has a row of zeros.  The
+compiled kernel `head_statistics` gathers the same where it is usable.  `head_measures` makes numbers of the sums.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.operators._kernels import limits
+from headwise.operators._kernels.native.head_statistics import head_statistics
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.masks import Mask
 
@@ -47,11 +49,11 @@ class HeadSums:
     entropy: Tensor  # (h, m) H_i
     row_maximum: Tensor  # (h, m) max_j P_ij
     row_squares: Tensor  # (h, m) sum_j P_ij^2
-    log_sum_exp: Tensor  # (h, m) log sum_j exp S_ij, so that P_ij = exp(S_ij - log_sum_exp_i) for any pair
+    log_sum_exp: Tensor  # (h, m) log sum_j exp S_ij, so that P_ij = exp(S_ij - log_sum_exp_i); -inf without keys
     largest_score: Tensor  # (h,) max_ij S_ij
     received: Tensor  # (h, n) c_j / m, the mean weight that key j receives
     diagonals: Tensor  # (h, last + n) t_delta for delta = -last ... n - 1, float64; last is the last of `positions`
-    visible: Tensor  # (h, m) or broadcast: number of keys that query i may attend to
+    visible: Tensor  # (h, m) number of keys that query i may attend to
     output: Tensor  # (h, m, d) P V
     values: Tensor  # (h, n, d) V
     sampled_rows: Tensor  # (h, <= SAMPLED_ROWS, <= SKETCH) rows of P
@@ -92,6 +94,11 @@ class HeadSums:
         # the diagonal of offset delta has an entry for each query at -delta ... n - 1 - delta
         lengths = torch.searchsorted(queries, self.n - self.offsets) - torch.searchsorted(queries, -self.offsets)
         return self.diagonals.square() / lengths.clamp(min=1)
+
+    @cached_property
+    def sorted_entropy(self) -> Tensor:
+        """(h, m) H_i in ascending order, for quantiles."""
+        return self.entropy.sort(-1).values
 
     def mass_at(self, offset: int) -> Tensor:
         """(h,) mean weight at one offset; zero if no pair of tokens is that far apart."""
@@ -150,13 +157,42 @@ def stream(
 
     positions  (m,) ascending: where on the axis of keys each query stands; default 0 ... m - 1
     """
-    workspace = workspace or Workspace()
-    positions = torch.arange(scores.m) if positions is None else positions.cpu()
+    v = v.float().contiguous()
+    scores = Scores(scores.q.float(), scores.k.float(), scores.scale, scores.mask)
+    m = scores.m
+    positions = torch.arange(m) if positions is None else positions.cpu()
+    sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long()
+    side_by_side = int(positions[-1] - positions[0]) == m - 1
+    found = head_statistics(scores, v, sampled) if side_by_side else None
+    if found is None:
+        return _stream(scores, v, positions, sampled.tolist(), workspace or Workspace())
+    return HeadSums(
+        entropy=found.entropy,
+        row_maximum=found.row_maximum,
+        row_squares=found.row_squares,
+        log_sum_exp=found.log_sum_exp,
+        largest_score=found.peak.amax(-1),
+        received=(found.received / m).float(),
+        diagonals=F.pad(found.diagonals, (0, int(positions[0]))),
+        visible=scores.mask.counts().float().expand(scores.shape[:-1]),
+        output=found.output,
+        values=v,
+        sampled_rows=_sketched(found.sample),
+        positions=positions,
+    )
+
+
+def _stream(scores: Scores, v: Tensor, positions: Tensor, sampled: list[int], workspace: Workspace) -> HeadSums:
+    """The same from torch calls: fewer heads at a time if the text is long.
+
+    Every block of rows reads all keys and values, whatever its height.
+    """
     h, _, n = scores.shape
-    # fewer heads at a time for long texts: every block of rows reads all keys and values, whatever its height
     together = max(1, min(h, workspace.entries // (ROWS * n)))
     parts = [
-        _stream(_heads(scores, first, first + together), v[first : first + together], positions, workspace)
+        _stream_heads(
+            _heads(scores, first, first + together), v[first : first + together], positions, sampled, workspace
+        )
         for first in range(0, h, together)
     ]
     if len(parts) == 1:
@@ -178,10 +214,10 @@ def _heads(scores: Scores, first: int, stop: int) -> Scores:
     return Scores(scores.q[first:stop], scores.k[first:stop], scores.scale, mask)
 
 
-def _stream(scores: Scores, v: Tensor, positions: Tensor, workspace: Workspace) -> HeadSums:
-    q, k, v = scores.q.float(), scores.k.float().contiguous(), v.float().contiguous()
+def _stream_heads(scores: Scores, v: Tensor, positions: Tensor, sampled: list[int], workspace: Workspace) -> HeadSums:
+    q, k = scores.q, scores.k.contiguous()
     mask, (h, m, n) = scores.mask, scores.shape
-    sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long().tolist()
+    some_empty = mask.visible is not None or mask.attn_bias is not None or (mask.ahead or 0) < 0
     peak, z, dot, norm, visible = (_empty(h, m) for _ in range(5))
     last = int(positions[-1])
     received, diagonals = v.new_zeros(h, n), v.new_zeros(h, last + n)
@@ -195,7 +231,9 @@ def _stream(scores: Scores, v: Tensor, positions: Tensor, workspace: Workspace) 
         visible[:, block] = _hide(s, mask, start)
         peak[:, block] = highest = s.amax(-1)
         torch.exp(s.sub_(highest.unsqueeze(-1)), out=e)
-        z[:, block] = total = e.sum(-1)
+        if some_empty:
+            e.masked_fill_((highest <= limits.HIDDEN).unsqueeze(-1), 0)
+        z[:, block] = total = e.sum(-1).clamp_(min=1)  # it is at least 1, or a row of zeros
         dot[:, block] = s.mul_(e).sum(-1)
         norm[:, block] = torch.linalg.vector_norm(e, dim=-1)
         output[:, block] = e @ v[:, :columns]
@@ -206,11 +244,12 @@ def _stream(scores: Scores, v: Tensor, positions: Tensor, workspace: Workspace) 
         for place, i in enumerate(sampled):
             if start <= i < stop:
                 sample[:, place, :columns] = p[:, i - start]
+    empty = peak <= limits.HIDDEN
     return HeadSums(
         entropy=z.log() - dot / z,
-        row_maximum=1 / z,
+        row_maximum=(1 / z).masked_fill_(empty, 0),
         row_squares=(norm / z).square(),
-        log_sum_exp=peak + z.log(),
+        log_sum_exp=(peak + z.log()).masked_fill_(empty, -math.inf),
         largest_score=peak.amax(-1),
         received=received / m,
         diagonals=diagonals.double(),
@@ -240,7 +279,7 @@ def _hide(s: Tensor, mask: Mask, start: int) -> Tensor:
     if mask.visible is not None or mask.attn_bias is not None:
         block = mask.part(start, start + rows, s.device)
         if block.attn_bias is not None:
-            s += block.attn_bias
+            s.add_(block.attn_bias).clamp_(min=limits.HIDDEN)
         if block.visible is not None:
             s.masked_fill_(~block.visible, limits.HIDDEN)
         return block.counts()

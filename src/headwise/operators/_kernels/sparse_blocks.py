@@ -6,22 +6,24 @@ A sparse pattern is a union of pieces, and each piece a batch of small dense att
 without forming a score twice or gathering a position.  The gradient of piece p is the kernel's own with the merged
 output and the merged log-sum-exp in place of the piece's (exp(S_p - lse) are the piece's entries of the merged P), so
 it is exact.  A plain path does the same from matrix products: it is differentiable again, runs on any device, and is
-what torch.compile traces, for it bans the overlapping views that the fast one writes through.
+what torch.compile traces, for it bans the overlapping views that the fast one writes through.  Where the compiled
+kernels are, a union that is also a `KeyPattern` is one call of theirs instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.operators._kernels import autograd_functions, limits
+from headwise.operators._kernels import autograd_functions, key_patterns, limits
+from headwise.operators._kernels.key_patterns import KeyPattern, two_batch_axes
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.base import AttentionOperator
@@ -63,17 +65,32 @@ class Piece:
 @final
 @dataclass(frozen=True, eq=False)
 class Union:
-    """P = softmax of scale q k^T over the union of the pieces; `key_mask` (*batch, n), True = attend."""
+    """P = softmax of scale q k^T over the union of the pieces; `key_mask` (*batch, n), True = attend.
+
+    `make_pieces` is called where pieces are needed; the compiled kernel is given the same keys as `pattern`.
+    """
 
     q: Tensor
     k: Tensor
     scale: float
-    pieces: tuple[Piece, ...]
+    make_pieces: Callable[[], Iterable[Piece]]
     key_mask: Tensor | None = None
+    pattern: KeyPattern | None = None
+    causal: bool = False  # of the pattern
 
     @classmethod
-    def of(cls, qk: QueriesKeys, pieces: Iterable[Piece]) -> Union:
-        return cls(qk.q, qk.k, qk.scale, tuple(pieces), qk.key_mask)
+    def of(
+        cls,
+        qk: QueriesKeys,
+        make_pieces: Callable[[], Iterable[Piece]],
+        pattern: KeyPattern | None = None,
+        causal: bool = False,
+    ) -> Union:
+        return cls(qk.q, qk.k, qk.scale, make_pieces, qk.key_mask, pattern, causal)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return tuple(self.make_pieces())
 
     @property
     def shape(self) -> torch.Size:
@@ -81,6 +98,9 @@ class Union:
         return torch.Size((*batch, self.q.shape[-2], self.k.shape[-2]))
 
     def apply(self, v: Tensor) -> Tensor:
+        if self.pattern is not None and self._kernel_usable(v):
+            tensors, options, batch = self._for_kernel(v)
+            return key_patterns.attend(*tensors, **options, plain=self._plain).reshape(*batch, self.shape[-2], -1)
         if v.shape[-1] > limits.MAX_COLUMNS:
             return torch.cat([self.apply(part) for part in v.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
         q, k, values, batch = self._prepared(
@@ -91,10 +111,13 @@ class Union:
         return out.unflatten(0, batch).to(v.dtype) if batch else out.squeeze(0).to(v.dtype)
 
     def adjoint(self, u: Tensor) -> Tensor:
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, u))
+        if self.pattern is not None and not needs_gradient and self._kernel_usable(u):
+            tensors, options, batch = self._for_kernel(u)
+            return key_patterns.adjoint(*tensors, **options).reshape(*batch, self.shape[-1], -1)
         if u.shape[-1] > limits.MAX_COLUMNS:
             return torch.cat([self.adjoint(part) for part in u.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
         q, k, rows, batch = self._prepared(u)
-        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, u))
         if u.device.type != "cpu" or torch.compiler.is_compiling() or needs_gradient:
             out = plain_adjoint(q, k, rows, self.scale, self.pieces)
         else:
@@ -128,6 +151,24 @@ class Union:
             counts = keys @ weights.mT
             total = total.index_add(-1, piece.rows.index(visible.device).flatten(), counts.flatten(-2))
         return (total == 0).expand(*batch, m)
+
+    def _kernel_usable(self, x: Tensor) -> bool:
+        return x.dtype == self.q.dtype and key_patterns.usable(self.q, self.k, x)
+
+    def _for_kernel(self, x: Tensor) -> tuple[list[Tensor], dict[str, Any], torch.Size]:
+        """q, k and x with two batch axes, the other arguments of the kernel, and the batch axes of the result."""
+        batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
+        tensors = [two_batch_axes(y, batch) for y in (self.q, self.k, x)]
+        mask = None if self.key_mask is None else two_batch_axes(self.key_mask, batch, trailing=1)
+        patterns = [self.pattern] * tensors[0].shape[1]
+        return tensors, {"patterns": patterns, "scale": self.scale, "causal": self.causal, "key_mask": mask}, batch
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """What the kernel computes, from matrix products."""
+        union = replace(self, q=q, k=k, key_mask=key_mask)
+        v = v if key_mask is None else v.masked_fill(~key_mask.unsqueeze(-1), 0)
+        q, k, v, batch = union._prepared(v)
+        return plain(q, k, v, self.scale, self.pieces).unflatten(0, batch)
 
     def _prepared(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
         """q, k and x with one batch axis, in at least single precision, masked keys at score limits.HIDDEN."""

@@ -5,14 +5,14 @@ through r learned features a, b, c (r x k, r x k, r), and Z_i is one normaliser 
 products of positive features is Choromanski et al. 2020 (Performer), learned to imitate a head Zhang et al. 2024
 (Hedgehog, LoLCATs).  Every key is either near or far, never both.  The sums over far keys are running sums over
 blocks, from the left and (unless causal) from the right.  O(n (block + r) (k + d)), no tensor grows with n^2, and
-nothing learned depends on n.  All blocks are one batch of small dense products, which torch differentiates and
-compiles as they are.
+nothing learned depends on n.  Without the compiled kernel all blocks are one batch of small dense products, which torch
+differentiates and compiles as they are.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.errors import ShapeError
-from headwise.operators._kernels import limits
+from headwise.operators._kernels import key_patterns, limits
+from headwise.operators._kernels.key_patterns import KeyPattern, two_batch_axes
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
@@ -71,6 +72,8 @@ class NearFar(AttentionOperator):
         return weights_claim(stochastic=nonempty, causal=self.causal)
 
     def apply(self, v: Tensor) -> Tensor:
+        if v.dtype == self.qk.q.dtype and key_patterns.usable(self.qk.q, self.qk.k, v, self.a, self.b, self.c):
+            return self._by_kernel(v)
         far, x = self._far(), self.qk.mask.hide(v).to(torch.promote_types(v.dtype, torch.float32))
         q, k = self._blocked(self.qk.q.to(x.dtype)), self._windows(self.qk.k.to(x.dtype), 0.0)
         near, lse = _near(q, k, self._windows(x, 0.0), self._hidden(), self.qk.scale)
@@ -82,6 +85,29 @@ class NearFar(AttentionOperator):
         head = ahead @ x[..., : ahead.shape[-1], :]
         batch = torch.broadcast_shapes(out.shape[:-2], head.shape[:-2])
         return torch.cat([y.expand(*batch, *y.shape[-2:]) for y in (head, out)], dim=-2).to(v.dtype)
+
+    def _by_kernel(self, v: Tensor) -> Tensor:
+        batch, key_mask = torch.broadcast_shapes(self.shape[:-2], v.shape[:-2]), self.qk.key_mask
+        q, k, values, a, b = (two_batch_axes(x, batch) for x in (self.qk.q, self.qk.k, v, self.a, self.b))
+        out = key_patterns.attend(
+            q,
+            k,
+            values,
+            [near_far_pattern(self.block, self.leading, self.a.shape[-2], self.causal)] * q.shape[1],
+            scale=self.qk.scale,
+            causal=self.causal,
+            key_mask=None if key_mask is None else two_batch_axes(key_mask, batch, trailing=1),
+            features=(a, b, two_batch_axes(self.c, batch, trailing=1)),
+            plain=self._plain,
+        )
+        return out.reshape(*batch, *out.shape[-2:])
+
+    def _plain(
+        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """What the kernel computes, from torch's operations."""
+        qk = replace(self.qk, q=q, k=k, mask=replace(self.qk.mask, key_mask=key_mask))
+        return replace(self, qk=qk, a=a, b=b, c=c).apply(v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         far, y = self._far(), u.to(torch.promote_types(u.dtype, torch.float32))
@@ -274,6 +300,11 @@ def _merged(near: Tensor, lse: Tensor, scores: Tensor, v: Tensor) -> Tensor:
     own, others = (lse - top).exp(), (scores - top).exp()
     total = own + others.sum(-1, keepdim=True)
     return (near * own + others @ v) / total.masked_fill(total == 0, 1)
+
+
+def near_far_pattern(block: int, leading: int, rank: int, causal: bool) -> KeyPattern:
+    """Its own block and those beside it (causal: before it), the leading keys, and `rank` features for the others."""
+    return KeyPattern(block, 0 if causal else block, leading, block, features=rank)
 
 
 @supports(CAUSAL, KEY_MASK)

@@ -14,6 +14,7 @@ O(n (b + r n / b) (k + d)): O(n^1.5) for blocks of sqrt(n r).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -24,7 +25,7 @@ from headwise.operators._kernels.prefix_sums import blocked
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.scores import Scores
 from headwise.operators._kernels.slots import BlockSlotOperator, Shortened, SlotOperator, shorten, shorten_blocks
-from headwise.operators._kernels.sparse_blocks import Union
+from headwise.operators._kernels.sparse_blocks import Piece, Union
 from headwise.operators.linear.projections import Projection
 from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
 from headwise.operators.softmax import Softmax
@@ -91,8 +92,7 @@ class ProjectedBlocks(BlockSlotOperator):
             filled = filled.flatten(-2)
             batch = torch.broadcast_shapes(key_mask.shape[:-1], filled.shape[:-1])
             key_mask = torch.cat([x.expand(*batch, -1) for x in (key_mask, filled)], dim=-1)
-        later = summary_pieces(qk.n, block, r, True, qk.q.device, first=False, keys=qk.n)
-        pieces = (*own_blocks(qk.n, block, True), *later)
+        pieces = partial(_pieces, qk.n, block, r, qk.q.device)
         return Union(qk.q, _append_slots(qk.k, self.short.keys()), qk.scale, pieces, key_mask)
 
 
@@ -132,6 +132,11 @@ def projected_blocks(
     qk = QueriesKeys.checked("ProjectedBlocks", q, k, scale=scale, key_mask=key_mask)
     qk.require_square("ProjectedBlocks", "window, or softmax, for new queries against a cache")
     return ProjectedBlocks(qk, shorten_blocks("ProjectedBlocks", qk, e, f))
+
+
+def _pieces(n: int, block: int, r: int, device: torch.device) -> list[Piece]:
+    """Own blocks, and the slots of earlier ones."""
+    return [*own_blocks(n, block, True), *summary_pieces(n, block, r, True, device, first=False, keys=n)]
 
 
 def _append_slots(x: Tensor, slots: Tensor) -> Tensor:

@@ -8,12 +8,14 @@ composition, P = P_summaries P_own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
+from headwise.operators._kernels.key_patterns import KeyPattern
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
@@ -52,8 +54,9 @@ def fixed(
               sequence's; others too if the real length is a multiple of the block (else it lacks the last summary)
     """
     qk, block = _checked(q, k, block, summaries, scale, key_mask)
-    pieces = own_blocks(qk.n, block, causal) + summary_pieces(qk.n, block, summaries, causal, q.device, first=False)
-    return Fixed(Union.of(qk, pieces), block, summaries, causal)
+    pieces = partial(_pieces, qk.n, block, summaries, causal, q.device)
+    pattern = KeyPattern(0, 0, block=block, every=block, last=summaries)
+    return Fixed(Union.of(qk, pieces, pattern, causal), block, summaries, causal)
 
 
 @supports(CAUSAL, KEY_MASK)
@@ -72,12 +75,19 @@ def fixed_steps(
     A query attends to itself in the second step, so that what it gathered from its own block is kept.
     """
     qk, block = _checked(q, k, block, summaries, scale, key_mask)
-    n = qk.n
+    pieces = partial(_pieces_across, qk.n, block, summaries, causal, q.device)
+    across = Union.of(qk, pieces, KeyPattern(0, 0, every=block, last=summaries), causal)
+    own = Union.of(qk, partial(own_blocks, qk.n, block, causal), KeyPattern(0, 0, block=block), causal)
+    return product(*(Fixed(union, block, summaries, causal) for union in (across, own)))
+
+
+def _pieces(n: int, block: int, summaries: int, causal: bool, device: torch.device) -> list[Piece]:
+    return own_blocks(n, block, causal) + summary_pieces(n, block, summaries, causal, device, first=False)
+
+
+def _pieces_across(n: int, block: int, summaries: int, causal: bool, device: torch.device) -> list[Piece]:
     itself = Piece(Tiles(0, n, 1, 1), Tiles(0, n, 1, 1), first=True)
-    pieces = [itself, *summary_pieces(n, block, summaries, causal, q.device, first=False)]
-    across = Fixed(Union.of(qk, pieces), block, summaries, causal)
-    own = Union.of(qk, own_blocks(n, block, causal))
-    return product(across, Fixed(own, block, summaries, causal))
+    return [itself, *summary_pieces(n, block, summaries, causal, device, first=False)]
 
 
 def own_blocks(n: int, block: int, causal: bool) -> list[Piece]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
+from headwise.operators._kernels.key_patterns import KeyPattern
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
@@ -53,9 +55,8 @@ def strided(
     key_mask  boolean (*batch, n), True = attend; with padding at the end, real rows equal the shorter sequence's
     """
     qk, stride = _checked(q, k, stride, scale, key_mask)
-    n, device = qk.n, q.device
-    pieces = [*columns(n, stride, causal), *_band(n, stride, causal, device)]
-    return Strided(Union.of(qk, pieces), stride, causal)
+    pattern = KeyPattern(stride, 0 if causal else stride, stride=stride)
+    return Strided(Union.of(qk, partial(_pieces, qk.n, stride, causal, q.device), pattern, causal), stride, causal)
 
 
 @supports(CAUSAL, KEY_MASK)
@@ -70,9 +71,14 @@ def strided_steps(
 ) -> Product:
     """P = P_columns P_local: from j to a position of i's column in one step, along the column to i in another."""
     qk, stride = _checked(q, k, stride, scale, key_mask)
-    along = Strided(Union.of(qk, columns(qk.n, stride, causal)), stride, causal)
+    pattern = KeyPattern(-1, -1, stride=stride)  # the band is empty
+    along = Strided(Union.of(qk, partial(columns, qk.n, stride, causal), pattern, causal), stride, causal)
     width = stride + 1 if causal else 2 * stride + 1
     return product(along, window(q, k, width, scale=scale, causal=causal, key_mask=key_mask))
+
+
+def _pieces(n: int, stride: int, causal: bool, device: torch.device) -> list[Piece]:
+    return [*columns(n, stride, causal), *_band(n, stride, causal, device)]
 
 
 def columns(n: int, stride: int, causal: bool) -> list[Piece]:

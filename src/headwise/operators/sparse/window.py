@@ -6,12 +6,14 @@ Local attention: Luong et al. 2015; Beltagy et al. 2020 (Longformer), with globa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError, UnsupportedError
+from headwise.operators._kernels.key_patterns import KeyPattern
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
@@ -68,10 +70,15 @@ def window(
             f"Window: the last query sits at the last key, so m = {qk.m} queries need at least as many keys, "
             f"but n has {qk.n}; use softmax with a pair_mask"
         )
+    pattern = window_pattern(width, leading, causal)
+    pieces = partial(_pieces, qk.m, qk.n, pattern.left, pattern.right, leading, causal, q.device)
+    return Window(Union.of(qk, pieces, pattern, causal), width, leading, causal)
+
+
+def window_pattern(width: int, leading: int, causal: bool) -> KeyPattern:
+    """The query itself, width // 2 keys before it and the rest after it; causal, all before it."""
     before = width - 1 if causal else width // 2
-    after = 0 if causal else width - 1 - before
-    pieces = _pieces(qk.m, qk.n, before, after, leading, causal, q.device)
-    return Window(Union.of(qk, pieces), width, leading, causal)
+    return KeyPattern(before, width - 1 - before, leading)
 
 
 def _pieces(

@@ -1,12 +1,14 @@
-"""softmax(q k^T) v replaced head by head: heads with the same choice run as one batched call.
+"""softmax(q k^T) v replaced head by head.
 
-Heads at equal distances (neighbours, every second one) are a view, other groups are gathered by one index_select.
-The output is laid out (b, m, h, d), as models read it next.
+Heads whose kind has a `pattern` (softmax, windows, near_far) are one call of the compiled kernels, however they differ.
+Without these, and for other kinds, heads with the same choice run as one batched call: heads at equal distances
+(neighbours, every second one) are a view, other groups are gathered by one index_select.  The output is laid out
+(b, m, h, d), as models read it next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError
+from headwise.operators._kernels import key_patterns, limits
+from headwise.operators._kernels.key_patterns import KeyPattern
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
-from headwise.replacement.kinds import Choice, HeadInputs
-from headwise.shapes import same_axis
+from headwise.replacement.kinds import Choice, HeadInputs, Tensors
+from headwise.shapes import products_fit, same_axis
 
 
 class HeadGroup(nn.Module):
@@ -65,11 +69,14 @@ class HeadGroup(nn.Module):
         for place, head in enumerate(self.heads):  # measured: four times as fast as one assignment by index
             out[:, :, head] = part[:, :, place]
 
-    def forward(self, inputs: HeadInputs, v: Tensor) -> Tensor:
-        """P v: (b, heads of the group, m, d); k and v may have fewer heads, each shared by consecutive heads of q."""
+    def forward(self, inputs: HeadInputs, v: Tensor, tensors: Tensors | None = None) -> Tensor:
+        """P v: (b, heads of the group, m, d); k and v may have fewer heads, each shared by consecutive heads of q.
+
+        `tensors` stand in for its learned ones.
+        """
         if self.choice.kind == "softmax":
             return softmax_attention(inputs, v)
-        q, tensors = inputs.q, self.tensors
+        q, tensors = inputs.q, self.tensors if tensors is None else tensors
         P = self.choice.operator(inputs, tensors)
         if not self.choice.definition.reads_scores and not tensors:  # one P for every head: v need not be repeated
             return repeat_heads(P(v), q, "MixedHeads").expand(-1, q.shape[1], -1, -1)
@@ -138,22 +145,90 @@ class MixedHeads(nn.Module):
 
     def _run(self, inputs: HeadInputs, v: Tensor) -> Tensor:
         groups = self._groups()
-        if len(groups) == 1:
-            return groups[0](inputs, v)
+        patterned = [group for group in groups if group.choice.definition.pattern is not None]
+        if not patterned or inputs.padding_before is not None or not key_patterns.usable(inputs.q, inputs.k, v):
+            return groups[0](inputs, v) if len(groups) == 1 else self._in_groups(inputs, v, groups)
+        out = self._at_once(inputs, v, patterned)
+        others = [group for group in groups if group.choice.definition.pattern is None]
+        if not others:
+            return out
+        # the kernel's backward reads its result, so others are not written into it
+        return self._in_groups(inputs, v, others, (out.clone() if out.requires_grad else out).transpose(1, 2))
+
+    def _in_groups(
+        self,
+        inputs: HeadInputs,
+        v: Tensor,
+        groups: Sequence[HeadGroup],
+        out: Tensor | None = None,
+        tensors: Callable[[HeadGroup], Tensors] | None = None,
+    ) -> Tensor:
+        """One call for each of the groups, written into `out` (b, m, h, d)."""
         q, k = inputs.q, inputs.k
         b, h, m, _ = q.shape
         shared = h // k.shape[1]  # query heads per key head
-        out = None
         for group in groups:
             if group.choice.definition.reads_scores:
                 own = replace(inputs, q=group.take(q), k=group.take_shared(k, shared))
             else:
                 own = replace(inputs, q=q[:, : len(group.heads)], k=k[:, :1])
-            part = group(own, group.take_shared(v, shared))
-            out = part.new_empty(b, m, h, part.shape[-1]) if out is None else out
+            part = group(own, group.take_shared(v, shared), None if tensors is None else tensors(group))
+            out = part.new_zeros(b, m, h, part.shape[-1]) if out is None else out
             group.put(part.transpose(1, 2), out)
         assert out is not None
         return out.transpose(1, 2)
+
+    def _at_once(self, inputs: HeadInputs, v: Tensor, groups: Sequence[HeadGroup]) -> Tensor:
+        """One call of the compiled kernels for all groups; the other heads attend to nothing and are zero."""
+        q, k, key_mask = inputs.q, inputs.k, inputs.mask.key_mask
+        patterns = [KeyPattern(-1, -1)] * q.shape[1]
+        for group in groups:
+            group.choice.check_inputs(inputs)
+            definition = group.choice.definition
+            assert definition.pattern is not None
+            for head in group.heads:
+                patterns[head] = definition.pattern(inputs, group.choice.options)
+        learned = [group for group in groups if group.tensors]
+        features = self._features(inputs, learned) if learned else None
+        if any(group.choice.kind != "softmax" for group in groups):
+            visible_k = inputs.mask.hide(k)
+            products_fit("MixedHeads", inputs.scale, limits.LARGEST_SCORE, q=q, k=visible_k)
+            if features is not None:
+                products_fit("MixedHeads", inputs.scale, limits.LARGEST_SCORE, q=q, a=features[0])
+                products_fit("MixedHeads", inputs.scale, limits.LARGEST_SCORE, k=visible_k, b=features[1])
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+            own = replace(inputs, q=q, k=k)
+            return self._in_groups(own, v, groups, tensors=lambda group: _own_features(group, others))
+
+        return key_patterns.attend(
+            q,
+            k,
+            v,
+            patterns,
+            scale=inputs.scale,
+            causal=inputs.mask.causal,
+            key_mask=None if key_mask is None else key_mask.expand(len(q), q.shape[1], -1),
+            features=features,
+            plain=plain,
+        )
+
+    def _features(self, inputs: HeadInputs, groups: Sequence[HeadGroup]) -> key_patterns.Features:
+        """a, b, c of all heads, (b, h, r, k), (b, h, r, k) and (b, h, r); zeros for those that have fewer, or none."""
+        b, h, _, _ = inputs.q.shape
+        r = max(group.tensors["c"].shape[-1] for group in groups)
+        order = [head for group in groups for head in group.heads]
+        rest = [head for head in range(h) if head not in order]
+        index = torch.tensor([*order, *rest]).argsort()
+        stacked = []
+        for name in ("a", "b", "c"):
+            parts = [group.tensors[name] for group in groups]
+            # zeros after the last axis of c, and before the last one of a and b
+            parts = [F.pad(x, (0, 0) * (x.dim() - 2) + (0, r - x.shape[1])) for x in parts]
+            parts += [parts[0].new_zeros(len(rest), *parts[0].shape[1:])] if rest else []
+            x = torch.cat(parts).to(inputs.q.dtype)[index]
+            stacked.append(x.expand(b, *x.shape))
+        return stacked[0], stacked[1], stacked[2]
 
     def _padding_before(self, key_mask: Tensor | None) -> Tensor | None:
         """(b, 1), number of padding keys before the first real one; None if it is zero or no choice depends on it."""
@@ -182,6 +257,14 @@ class MixedHeads(nn.Module):
                     f"but was given {name} {tuple(x.shape)}"
                 )
             own[name].copy_(x)
+
+
+def _own_features(group: HeadGroup, features: Sequence[Tensor]) -> Tensors:
+    """The first a, b and c of a group's heads, as many as it has, of (b, h, r, k), (b, h, r, k) and (b, h, r)."""
+    if not group.tensors:
+        return {}
+    rank = group.tensors["c"].shape[-1]
+    return {name: group.take(x)[:, :, :rank] for name, x in zip(("a", "b", "c"), features[:3], strict=True)}
 
 
 def softmax_attention(inputs: HeadInputs, v: Tensor) -> Tensor:

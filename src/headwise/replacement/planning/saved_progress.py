@@ -72,7 +72,7 @@ def _packed(estimate: DriftEstimate) -> list[Any]:
     if estimate.direction is None:
         return [estimate.mean, estimate.standard_error, None, None]
     values = estimate.direction.float().contiguous()
-    packed = base64.b64encode(values.numpy().tobytes()).decode()
+    packed = base64.b64encode(values.cpu().numpy().tobytes()).decode()
     return [estimate.mean, estimate.standard_error, packed, list(values.shape)]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import torch
 from torch import Tensor
@@ -152,17 +152,17 @@ def switched(mode: str) -> Iterator[None]:
         LIBRARY.mode = before
 
 
-def usable(*tensors: Tensor | None) -> bool:
+def usable(*tensors: Tensor | None, dtypes: Container[torch.dtype] = DTYPES) -> bool:
     """Whether a kernel may be called on these tensors now; None stands for an argument that was not given.
 
-    Yes for plain CPU tensors of float32 or bfloat16 (masks may be boolean) outside of every transformation of the
-    program: compiling, exporting, tracing, functorch, forward-mode derivatives and dispatch modes such as fake tensors
-    and operation counters see the torch calls instead.
+    Yes for plain CPU tensors of float32 or bfloat16, or of the dtypes of this kernel, outside of every transformation
+    of the program: compiling, exporting, tracing, functorch, forward-mode derivatives and dispatch modes such as fake
+    tensors and operation counters see the torch calls instead.
     """
     if torch.compiler.is_compiling():
         return False
     for x in tensors:
-        if x is not None and not (type(x) in _PLAIN and x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided):
+        if x is not None and not (type(x) in _PLAIN and x.is_cpu and x.dtype in dtypes and x.layout is torch.strided):
             return False
     if (
         torch._C._are_functorch_transforms_active()

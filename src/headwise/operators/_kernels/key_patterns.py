@@ -1,0 +1,242 @@
+"""softmax(s q k^T) v over the keys that the pattern of a head shows to its queries; heads that differ are one call.
+
+    KeyPattern()                                   all keys
+    KeyPattern(32, 32, leading=1)                  32 keys before and after the query, and the first key
+    KeyPattern(0, 0, block=64, every=64, last=1)   the query's own block of 64, and the last key of every other one
+    KeyPattern(64, 64, stride=64)                  64 keys before and after, and every 64th
+    KeyPattern(32, 32, block=32, features=4)       its block and those beside it, the other keys through four features
+
+The compiled kernels compute all of them, and their gradients.  Second derivatives go through `plain`, the same function
+in torch's operations, which the caller has for machines without a compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from headwise.operators._kernels import autograd_functions, native
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""What the kernels accept; halves are computed in single precision."""
+
+UNBOUNDED = 1 << 40
+"""More keys than any sequence has."""
+
+Features = tuple[Tensor, Tensor, Tensor]
+"""a, b (b, h, r, k) and c (b, h, r) of `near_far`; of heads with fewer than r features the first ones count."""
+
+
+class KeyPattern(NamedTuple):
+    """The keys of the query at position p (the last query is at the last key); in a causal call, those up to p.
+
+    left, right   keys p - left .. p + right; with `block`, from `left` before the block of p to `right` after it
+    leading       the first keys, for all queries; as queries they attend to all keys; blocks begin after them
+    every, last   the last `last` keys of every whole block of `every` keys but the query's own
+    stride        all keys at a multiple of `stride` from p
+    features      keys that are neither leading nor in the own block and those beside it: through that many features
+    """
+
+    left: int = UNBOUNDED
+    right: int = UNBOUNDED
+    leading: int = 0
+    block: int = 0
+    every: int = 0
+    last: int = 0
+    stride: int = 0
+    features: int = 0
+
+
+def usable(*tensors: Tensor | None) -> bool:
+    """Whether `attend` may be called with these tensors now."""
+    return native.usable(*tensors, dtypes=DTYPES)
+
+
+def two_batch_axes(x: Tensor, batch: Sequence[int], *, trailing: int = 2) -> Tensor:
+    """x broadcast to the axes `batch`, as (b, h, and its `trailing` axes); a view unless there are more than two."""
+    b, h = math.prod(batch[:-1]), batch[-1] if batch else 1
+    own = x.shape[x.dim() - trailing :]
+    return x.expand(*batch, *own).reshape(b, h, *own)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    patterns: Sequence[KeyPattern],
+    *,
+    scale: float,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    features: Features | None = None,
+    plain: Callable[..., Tensor],
+) -> Tensor:
+    """P v (b, h, m, d), laid out (b, m, h, d), for q (b, h, m, k), k (b, g, n, k) and v (b, g, n, d), g dividing h.
+
+    key_mask  boolean (b, h, n), True = attend; what masked keys hold is never read
+    plain     (q, k, v, *features, key_mask) -> the same, differentiable any number of times
+    """
+    call = PatternAttention(tuple(patterns), scale, causal, features is not None, plain)
+    tensors = (q, k, v, *(features or ()), *(() if key_mask is None else (key_mask,)))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return autograd_functions.run(call, *tensors)
+    return call.forward(*tensors)[0]
+
+
+def adjoint(
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    patterns: Sequence[KeyPattern],
+    *,
+    scale: float,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """P^T u (b, h, n, d) for u (b, h, m, d), without a graph: the gradient with respect to values that are zero."""
+    call = PatternAttention(tuple(patterns), scale, causal, False, _not_differentiable)
+    mask = () if key_mask is None else (key_mask,)
+    zeros = u.new_zeros(()).expand(*k.shape[:-1], u.shape[-1])
+    _, top, total = call.forward(q, k, zeros[..., :1], *mask)
+    return call.pull(u, q, k, zeros, *mask, torch.zeros_like(u), top, total)[2]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PatternAttention:
+    """A kernel of `autograd_functions`: tensors are q, k, v, with features a, b, c, and the mask if there is one.
+
+    What is far from a block is one more key a_t with the score bias c_t + mass_t and the value mean_t for each feature.
+    """
+
+    patterns: tuple[KeyPattern, ...]
+    scale: float
+    causal: bool
+    features: bool
+    plain: Callable[..., Tensor]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """P v, the maximum and the sum of every row, and with features their biases and means."""
+        (q, k, v), features, key_mask = self._split(tensors)
+        if features is None:
+            return torch.ops.headwise.sparse_attention(q, k, v, key_mask, None, None, None, *self._numbers)
+        a, b, c = features
+        masses, means = torch.ops.headwise.far_sums(k, v, b, key_mask, *self._far_numbers)
+        bias = masses + c.unsqueeze(-2)
+        return *torch.ops.headwise.sparse_attention(q, k, v, key_mask, a, bias, means, *self._numbers), bias, means
+
+    def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs, kept = tensors[: -(5 if self.features else 3)], tensors[-(5 if self.features else 3) :]
+        (q, k, v), features, key_mask = self._split(inputs)
+        backward = torch.ops.headwise.sparse_attention_backward
+        out, top, total, *sums = kept
+        if features is None:
+            return backward(pull, q, k, v, key_mask, None, None, None, out, top, total, *self._numbers)[:3]
+        a, b, c = features
+        bias, means = sums
+        dq, dk, dv, da, dbias, dmeans = backward(
+            pull, q, k, v, key_mask, a, bias, means, out, top, total, *self._numbers
+        )
+        far_k, far_v, db = torch.ops.headwise.far_sums_backward(
+            dbias, dmeans, k, v, b, key_mask, bias - c.unsqueeze(-2), means, *self._far_numbers
+        )
+        return dq, dk + far_k, dv + far_v, da, db, dbias.sum(-2).to(c.dtype)
+
+    @property
+    def _numbers(self) -> tuple[list[int], float, bool]:
+        return [x for pattern in self.patterns for x in pattern], self.scale, self.causal
+
+    @property
+    def _far_numbers(self) -> tuple[list[int], float, bool]:
+        patterns = (pattern if pattern.features else KeyPattern() for pattern in self.patterns)
+        return [x for pattern in patterns for x in pattern], self.scale, self.causal
+
+    def _split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor] | None, Tensor | None]:
+        floating = 6 if self.features else 3
+        key_mask = tensors[floating] if len(tensors) > floating else None
+        return tensors[:3], tensors[3:6] if self.features else None, key_mask
+
+
+def _not_differentiable(*tensors: Tensor) -> Tensor:
+    raise AssertionError("an adjoint without a graph has no second derivative")
+
+
+@native.after_loading
+def _register() -> None:
+    """Shapes and gradients for torch.compile, torch.export and opcheck."""
+
+    @torch.library.register_fake("headwise::sparse_attention")
+    def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        b, h, m, _ = q.shape
+        compute = torch.promote_types(q.dtype, torch.float32)
+        sums = (q.new_empty(b, h, m, dtype=compute) for _ in range(2))
+        return v.new_empty(b, m, h, v.shape[-1]).transpose(1, 2), *sums
+
+    @torch.library.register_fake("headwise::sparse_attention_backward")
+    def _(
+        pull: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        slot_keys: Tensor | None,
+        slot_bias: Tensor | None,
+        slot_values: Tensor | None,
+        *others: Any,
+    ) -> tuple[Tensor, ...]:
+        b, h, m, width = q.shape
+        dq = q.new_empty(b, m, h, width).transpose(1, 2)
+        if slot_keys is None or slot_bias is None or slot_values is None:
+            slots = (q.new_empty(b, h, 0, width), q.new_empty(b, h, 0, 0), q.new_empty(b, h, 0, 0, v.shape[-1]))
+        else:
+            slots = tuple(x.new_empty(x.shape) for x in (slot_keys, slot_bias, slot_values))
+        return dq, k.new_empty(k.shape), v.new_empty(v.shape), *slots
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, patterns, ctx.scale, ctx.causal = inputs
+        ctx.patterns = list(patterns)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, *output)
+
+    def backward(ctx: Any, pull: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
+        if pull is None:
+            return (None,) * 10
+        q, k, v, *optional, out, top, total = ctx.saved_tensors
+        numbers = (ctx.patterns, ctx.scale, ctx.causal)
+        gradients = torch.ops.headwise.sparse_attention_backward(pull, q, k, v, *optional, out, top, total, *numbers)
+        slots = gradients[3:] if optional[1] is not None else (None, None, None)
+        return *gradients[:3], None, *slots, None, None, None
+
+    torch.library.register_autograd("headwise::sparse_attention", backward, setup_context=keep)
+
+    @torch.library.register_fake("headwise::far_sums")
+    def _(k: Tensor, v: Tensor, features: Tensor, key_mask: Tensor | None, patterns: list[int], *others: Any) -> Any:
+        b, h, r, _ = features.shape
+        n, fields = k.shape[-2], len(KeyPattern._fields)
+        heads = [KeyPattern(*patterns[i : i + fields]) for i in range(0, len(patterns), fields)]
+        blocks = max((-(-(n - head.leading) // head.block) for head in heads if head.features), default=0)
+        like = features.to(torch.promote_types(features.dtype, torch.float32))
+        return like.new_empty(b, h, blocks, r), like.new_empty(b, h, blocks, r, v.shape[-1])
+
+    @torch.library.register_fake("headwise::far_sums_backward")
+    def _(dmasses: Tensor, dmeans: Tensor, k: Tensor, v: Tensor, features: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in (k, v, features))
+
+    def keep_far(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, patterns, ctx.scale, ctx.causal = inputs
+        ctx.patterns = list(patterns)
+        ctx.save_for_backward(*tensors, *output)
+
+    def far_backward(ctx: Any, dmasses: Tensor, dmeans: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = torch.ops.headwise.far_sums_backward(
+            dmasses, dmeans, *ctx.saved_tensors, ctx.patterns, ctx.scale, ctx.causal
+        )
+        return *gradients, None, None, None, None
+
+    torch.library.register_autograd("headwise::far_sums", far_backward, setup_context=keep_far)
