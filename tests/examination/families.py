@@ -488,7 +488,7 @@ def verdict(family: str, model_class: str) -> Verdict:
             return Verdict(family, model_class, "wrong", len(calls), why=f"{len(one.sites)} sites, {len(mine)} calls")
         start, measured = 0, {**one.numbers, **one.spectral}
         for site, lengths, call in zip(one.sites, one.lengths, mine, strict=True):
-            expected, size = dense_measures(call, b)
+            expected, size = over_windows(call, b, len(found))
             if size != lengths:
                 return Verdict(family, model_class, "wrong", len(calls), why=f"{site.name}: {lengths}, not {size}")
             for name, values in expected.items():
@@ -498,6 +498,14 @@ def verdict(family: str, model_class: str) -> Verdict:
             start += site.heads
     outcome = "seen" if worst < 1e-4 else "wrong"
     return Verdict(family, model_class, outcome, len(calls), worst, where)
+
+
+def over_windows(call: Call, b: int, sequences: int) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Measures of sequence b: means over its windows, where the model cuts a sequence into windows."""
+    windows = len(call.q) // sequences if len(call.q) % sequences == 0 else 1
+    each = [dense_measures(call, b * windows + w) for w in range(windows)]
+    means = {name: torch.stack([numbers[name].double() for numbers, _ in each]).mean(0) for name in each[0][0]}
+    return means, each[0][1]
 
 
 def _first_line(error: BaseException) -> str:
