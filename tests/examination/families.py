@@ -572,7 +572,7 @@ def main() -> None:
     options = parser.parse_args()
     names = options.families or sorted(families())
     if options.write:
-        verdicts = [x for start in range(0, len(names), 20) for x in in_a_process(names[start : start + 20])]
+        verdicts = [x for start in range(0, len(names), 50) for x in in_a_process(names[start : start + 50])]
         text = PAGE.read_text(encoding="utf-8")
         before, after = text.partition(START)[0], text.partition(END)[2]
         PAGE.write_text(f"{before}{START}\n{table(verdicts)}\n{END}{after}", encoding="utf-8")

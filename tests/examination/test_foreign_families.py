@@ -11,7 +11,7 @@ import torch
 from tests.examination.families import PAGE, Call, dense_measures, examine_families, families, in_a_process
 
 SAMPLE = ["bert", "llama", "t5", "vit", "wav2vec2"]
-CHUNKS = 30
+CHUNKS = 12
 
 
 def listed() -> dict[str, str]:
