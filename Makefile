@@ -6,11 +6,12 @@ READY  := $(VENV)/.ready
 READY_SLOW := $(VENV)/.ready-slow
 
 # torch's own threads and xdist's processes must not fight over the cores
-TEST_ENV := OMP_NUM_THREADS=1
+# and no test depends on a compiler, except those that ask for the kernels
+TEST_ENV := OMP_NUM_THREADS=1 HEADWISE_KERNELS=off
 JOBS     ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo tour test slow faults lint lint-code docs wheel format pictures bench oldest clean
+.PHONY: help setup demo tour test slow faults lint lint-code docs wheel format pictures bench oldest asan clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -80,6 +81,9 @@ bench: $(READY)  ## run one benchmark, e.g. make bench BENCH="examine --quick"
 
 oldest:  ## run the contract suite on the oldest supported torch, in an environment of its own
 	PYTHON=$(PYTHON) .ci/oldest $(CURDIR)/.venv-oldest
+
+asan: $(READY)  ## run the tests of the compiled kernels with AddressSanitizer
+	.ci/asan_kernels
 
 clean:  ## remove everything that make has created
 	rm -rf $(VENV) .venv-oldest dist site out .pytest_cache .ruff_cache .hypothesis .import_linter_cache

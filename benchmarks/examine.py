@@ -207,7 +207,7 @@ def long_text(n: int, count: int) -> float:
 
 def memory(n: int) -> dict[str, float]:
     def measured(what: str) -> float:
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+        environment = {**os.environ, "HEADWISE_KERNELS": "build", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
         command = [sys.executable, "-c", PROBE, str(n), what]
         out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         return json.loads(out.stdout.strip().splitlines()[-1])

@@ -18,6 +18,10 @@ HEAD = {
     "sink_mass": 0.1,
     "sink_position": 0.0,
     "mass_within_16": 0.2,
+    "distant_mass": 0.5,
+    "distant_chance": 0.56,
+    "visible_share": 1.0,
+    "row_maximum": 0.4,
 }
 
 

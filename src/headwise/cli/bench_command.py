@@ -212,7 +212,7 @@ def _captured(options: argparse.Namespace, length: int | None) -> list[tuple[Any
 
     def store(call: AttentionCall) -> None:
         if call.kind == "self" and call.mask.attn_bias is None:
-            call = call.to_measure()
+            call = call.measurable
             layers.append((call.q * (call.scale * math.sqrt(call.q.shape[-1])), call.k.clone(), call.v.clone()))
 
     batch = text_input(loaded, None, length=length, texts=1).batches[0]

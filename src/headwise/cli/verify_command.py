@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         "--weights",
         type=nonempty,
         metavar="FILE",
-        help="evaluate the theorems on attention weights instead: a .safetensors file or python:module:factory",
+        help="evaluate the theorems on attention weights instead: a .safetensors file or its directory, "
+        "python:module:factory, or minilm",
     )
     heads = whole_number(1, 1 << 16)
     parser.add_argument("--heads", type=heads, metavar="N", help="heads of each layer, if the weights do not tell")

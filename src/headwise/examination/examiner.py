@@ -13,6 +13,7 @@ from torch import nn
 
 from headwise import outputs
 from headwise.errors import InputError
+from headwise.examination.advice import with_advice
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.observe import ExaminedSite, Measurement, observe
 from headwise.examination.record import SCHEMA, Examination
@@ -48,7 +49,7 @@ def examine(
     name             name of the model in the report; default: its class
     inputs           where the batches came from, for the report
     provenance       such as the command, for the report
-    token_names      strings for the positions of each sequence of a batch, for the excerpt in the report
+    token_names      strings for the positions of each sequence of a batch, for the excerpt and to tell delimiters
     spectra_every    spectra are measured on batches 0, spectra_every, 2 spectra_every ...; 0: never
     block_bytes      memory that blocks of P may take; the default fits into the cache
     partial_results  a directory that keeps the result of each batch; an interrupted run resumes from it
@@ -68,6 +69,7 @@ def examine(
         check_batch(batch)
     weights = weights_hash(model)
     settings = {"seed": seed, "spectra_every": spectra_every, "entries": entries, "measures": list(MEASURES)}
+    settings["names"] = token_names is not None
     if partial_results is not None:
         # of batches that are generated one by one, only those that were measured can be compared
         known = [batch_hash(batch) for batch in batches] if isinstance(batches, Sequence) else None
@@ -90,6 +92,8 @@ def examine(
                     with_spectra=spectra_every > 0 and index % spectra_every == 0,
                     entries=entries,
                     generator=torch.Generator().manual_seed(seed + index),
+                    token_names=token_names,
+                    with_repeated_tokens=index % (spectra_every or SPECTRA_EVERY) == 0,
                 )
                 if file is not None and stored is None:
                     save_measurements(measured[index], file, run)
@@ -114,7 +118,7 @@ def examine(
         },
         excerpt=excerpt,
     )
-    return replace(result, unseen=unseen, headline=[*result.headline, *_not_measured(unseen)])
+    return with_advice(replace(result, unseen=unseen, headline=[*result.headline, *_not_measured(unseen)]))
 
 
 def _not_measured(unseen: list[dict[str, str]]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -85,6 +85,16 @@ class Examination:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), allow_nan=False, separators=(",", ":"))
+
+
+def statistic(values: Sequence[float]) -> Statistic:
+    """Mean, sample standard deviation and range of the values that are not NaN."""
+    x = [value for value in values if not math.isnan(value)]
+    if not x:
+        return Statistic(math.nan, math.nan, math.nan, math.nan, 0)
+    mean = sum(x) / len(x)
+    std = math.sqrt(sum((value - mean) ** 2 for value in x) / (len(x) - 1)) if len(x) > 1 else math.nan
+    return Statistic(mean, std, min(x), max(x), len(x))
 
 
 def _plain(x: Any) -> Any:

@@ -4,11 +4,12 @@ Every statistic counts the texts on which its measure exists; spectra are measur
 without a spectrum on which no rule before "low rank" fits is not judged.  The kind of a head is the most frequent one,
 and its stability is its share of all texts, where the texts that are not judged count like those with a spectrum:
 
-    share(kind) = count(kind) / texts                          uniform, positional, sink, local
-                = count(kind) / judged' * undecided / texts    low rank, broad, dense
+    share(kind) = count(kind) / texts                          kinds before "low rank"
+                = count(kind) / judged' * undecided / texts    low rank, dense
 
 with undecided = texts on which no earlier rule fits, judged' = those among them that have a spectrum.  If none of them
-has one, the rule "low rank" is left out.
+has one, the rule "low rank" is left out.  Scores on repeated random tokens do not depend on the text: their mean counts
+on every text.  A trait is a rule other than that of the kind which fits on at least half of the texts.
 """
 
 from __future__ import annotations
@@ -24,10 +25,20 @@ import torch
 from torch import Tensor
 
 from headwise.errors import InputError
-from headwise.examination.measure.head_kinds import KINDS, NEED_SPECTRUM, HeadKind, describe, kind_of
+from headwise.examination.measure.head_kinds import (
+    KINDS,
+    NEED_SPECTRUM,
+    TRAITS,
+    HeadKind,
+    describe,
+    kind_of,
+    low_rank,
+    traits_of,
+)
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.observe import Measurement
-from headwise.examination.record import Examination, Mode, Record, Statistic
+from headwise.examination.record import Examination, Mode, Record, statistic
+from headwise.models.inputs import TEXT_WORDS
 
 
 def summarise(
@@ -89,7 +100,7 @@ def summarise(
         records=records,
         layers={"names": first.blocks, **layers},
         redundancy=_mean([x.redundancy for x in measurements]).tolist(),
-        headline=_headline(records, layers, counts, _possible_ranks(measurements, with_spectra)),
+        headline=_headline(records, layers, {**inputs, **counts}),
         provenance=provenance,
         excerpt=excerpt,
     )
@@ -103,6 +114,10 @@ def _measures_and_kind(
     texts = [{name: x[t] for name, x in every.items()} for t in range(len(lengths))]
     for place, t in enumerate(with_spectra):
         texts[t].update({name: x[place] for name, x in some.items()})
+    for measure in (name for name in every if name.endswith("_score")):
+        score = statistic(every[measure]).mean
+        for x in texts:
+            x[measure] = score
     kinds = _kinds(texts, lengths)
     counts = Counter(kind.name for kind in kinds if kind is not None)
     judged, shares = sum(counts.values()), _shares(counts, len(lengths))
@@ -115,15 +130,20 @@ def _measures_and_kind(
     modes = {measure: _mode([x[measure] for x in alike]) for measure in kind.evidence if measure in discrete}
     means = {measure: sum(x[measure] for x in alike) / len(alike) for measure in kind.evidence if measure not in modes}
     both = {**every, **some}
+    traits = _traits(texts, lengths, name)
+    description = describe(kind, means, modes)
+    if kind.evidence[0].endswith("_score") and "sink" in traits:
+        description += f"; on these texts {statistic(every['sink_mass']).mean:.0%} of its attention goes to one token"
     return {
         "kind": name,
-        "description": describe(kind, means, modes),
+        "traits": traits,
+        "description": description,
         "evidence": {**means, **{measure: mode.value for measure, mode in modes.items()}},
         "evidence_texts": len(alike),
         "judged": judged,
         "kind_counts": dict(counts),
         "stability": shares[name] if judged > 1 else math.nan,
-        "measures": {m: _statistic(x) for m, x in both.items() if m not in discrete},
+        "measures": {m: statistic(x) for m, x in both.items() if m not in discrete},
         "modes": {measure: _mode(every[measure]) for measure in every if measure in discrete},
         "by_text": {m: [float(f"{x:.5g}") for x in both[m]] for m in both if MEASURES[m].compared},
     }
@@ -135,6 +155,14 @@ def _kinds(texts: list[dict[str, float]], lengths: list[int]) -> list[HeadKind |
     if any(kind is not None and kind.name in NEED_SPECTRUM for kind in kinds):
         return kinds
     return [kind or kind_of(x, n, ignore_rank=True) for kind, x, n in zip(kinds, texts, lengths, strict=True)]
+
+
+def _traits(texts: list[dict[str, float]], lengths: list[int], kind: str) -> list[str]:
+    """Rules other than that of the kind that fit on at least half of the texts (low rank: of those with a spectrum)."""
+    counts = Counter(trait for x, n in zip(texts, lengths, strict=True) for trait in traits_of(x, n))
+    spectra = sum(f"output_error_{low_rank(n)}" in x for x, n in zip(texts, lengths, strict=True))
+    names = (name for name in (*KINDS, *TRAITS) if name != kind and counts[name])
+    return [name for name in names if 2 * counts[name] >= (spectra if name == "low rank" else len(texts))]
 
 
 def _shares(counts: Mapping[str, int], texts: int) -> dict[str, float]:
@@ -149,47 +177,36 @@ def _shares(counts: Mapping[str, int], texts: int) -> dict[str, float]:
     }
 
 
-def _headline(
-    records: Sequence[Record], layers: Mapping[str, list], inputs: Mapping[str, Any], possible_ranks: list[float]
-) -> list[str]:
-    """A few sentences about the whole model, each with the number of texts it comes from."""
+def _headline(records: Sequence[Record], layers: Mapping[str, list], inputs: Mapping[str, Any]) -> list[str]:
+    """A few sentences about the whole model, each with what it comes from; what to do about it is the advice."""
     texts, some = inputs["texts"], inputs["spectra_texts"]
+    words = {**TEXT_WORDS, **inputs.get("words", {})}
+    items, units = f"{texts} {words['item' if texts == 1 else 'items']}", words["units"]
     counts = Counter(record.kind for record in records)
     mix = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
     low, high = inputs["shortest"], inputs["longest"]
-    tokens = f"{high} tokens" if low == high else f"{low} to {high} tokens"
-    lines = [f"{_count(len(records), 'head')}, judged on {_count(texts, 'text')} of {tokens}: {mix}."]
+    length = f"{high} {units}" if low == high else f"{low} to {high} {units}"
+    lines = [f"{_count(len(records), 'head')}, judged on {items} of {length}: {mix}."]
     fewer = sum(record.judged < texts for record in records)
     if fewer:
-        lines.append(f"The kind of {_count(fewer, 'head')} depends on spectra, which {some} of {texts} texts have.")
+        lines.append(f"The kind of {_count(fewer, 'head')} depends on spectra, which {some} of {items} have.")
     elif not some:
-        lines.append("No spectra were taken: heads of low rank count as broad or dense.")
+        lines.append("No spectra were taken: heads of low rank count as dense.")
+    unstable = sum(record.stability < 0.75 for record in records)
+    if unstable:
+        lines.append(f"{_count(unstable, 'head')} had another kind on more than a quarter of the {words['items']}.")
     ranks = [record.measures["effective_rank"].mean for record in records if "effective_rank" in record.measures]
     if ranks:
-        few = sum(rank < most / 16 for rank, most in zip(ranks, possible_ranks, strict=True))
-        many = sum(rank > most / 2 for rank, most in zip(ranks, possible_ranks, strict=True))
         exactness = "exact" if inputs["spectra_exact"] else f"estimated within {_largest_error(records):.0%}"
-        lines.append(
-            f"Effective ranks ({_mean_over(some)}, {exactness}) range from {min(ranks):.0f} to {max(ranks):.0f}: "
-            f"{few} heads below n/16, {many} above n/2."
-        )
+        mean = f"of one {words['item']}" if some == 1 else f"mean over {some} {words['items']}"
+        lines.append(f"Effective ranks ({mean}, {exactness}) range from {min(ranks):.0f} to {max(ranks):.0f}.")
     differences = layers.get("difference", [])
     if len(differences) > 1:
         lines.append(
-            f"Differences between tokens ({_mean_over(texts)}) make up {differences[0]:.0%} of the hidden state before "
-            f"the first layer and {differences[-1]:.0%} after the last."
+            f"Differences between {units} are {differences[0]:.0%} of the hidden state before the first "
+            f"layer and {differences[-1]:.0%} after the last."
         )
-    unstable = sum(record.stability < 0.75 for record in records)
-    if unstable:
-        lines.append(f"{_count(unstable, 'head')} had another kind on more than a quarter of the texts.")
     return lines
-
-
-def _possible_ranks(measurements: Sequence[Measurement], with_spectra: list[int]) -> list[float]:
-    """For every head, the largest rank that P can have: min(m, n), mean over the texts with spectra."""
-    texts = [[min(size) for size in measurements[index].lengths] for index in with_spectra]
-    heads = [i for i, site in enumerate(measurements[0].sites) for _ in range(site.heads)]
-    return [sum(text[site] for text in texts) / len(texts) for site in heads] if texts else []
 
 
 def _count(n: int, noun: str) -> str:
@@ -199,10 +216,6 @@ def _count(n: int, noun: str) -> str:
 def _largest_error(records: Sequence[Record]) -> float:
     """Of estimated effective ranks, relative to them."""
     return max(x.measures["effective_rank_error"].mean / x.measures["effective_rank"].mean for x in records)
-
-
-def _mean_over(texts: int) -> str:
-    return "of one text" if texts == 1 else f"mean over {texts} texts"
 
 
 def unusual_heads(records: Sequence[Record], count: int = 10) -> list[Record]:
@@ -224,7 +237,10 @@ def unusual_heads(records: Sequence[Record], count: int = 10) -> list[Record]:
 
 
 def _stack(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
+    """name -> (texts, heads); NaN on texts on which it was not measured."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    unknown = {name: torch.full_like(next(row[name] for row in rows if name in row), math.nan) for name in names}
+    return {name: torch.stack([row.get(name, unknown[name]) for row in rows]) for name in names}
 
 
 def _mean(rows: Sequence[Tensor]) -> Tensor:
@@ -237,15 +253,6 @@ def _mean_spectrum(rows: list[Tensor]) -> Tensor | None:
         return None
     width = min(x.shape[-1] for x in rows)
     return torch.stack([x[:, :width] for x in rows]).mean(0)
-
-
-def _statistic(values: Sequence[float]) -> Statistic:
-    x = [value for value in values if not math.isnan(value)]
-    if not x:
-        return Statistic(math.nan, math.nan, math.nan, math.nan, 0)
-    mean = sum(x) / len(x)
-    std = math.sqrt(sum((value - mean) ** 2 for value in x) / (len(x) - 1)) if len(x) > 1 else math.nan
-    return Statistic(mean, std, min(x), max(x), len(x))
 
 
 def _mode(values: Sequence[float]) -> Mode:

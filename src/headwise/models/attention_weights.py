@@ -1,4 +1,4 @@
-"""Attention weights from a torch module, from `python:module:factory` or from a safetensors file, as a Stack.
+"""Attention weights from a torch module, `python:module:factory`, a safetensors file or its directory, as a Stack.
 
 The theorems about depth apply to self-attention with a softmax over all tokens and one width throughout.  Other models
 (causal masks, rotary positions, other operators, cross-attention) raise an error.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError, UnsupportedError, needs_extra
 from headwise.models.factory import call_factory
+from headwise.models.samples.sample_models import SAMPLES
 from headwise.nn.multihead import MultiHead, multihead_from
 from headwise.reading import anything, map_of, read_json
 from headwise.theory.stack import Stack, layer_of
@@ -49,9 +50,14 @@ def read_weights(spec: str | nn.Module, heads: int | None = None) -> AttentionWe
         return _from_module(spec, heads)
     if spec.startswith("python:"):
         return _from_module(call_factory(spec)[0], heads)
-    path = Path(spec)
+    path = SAMPLES[spec].located() if spec in SAMPLES else Path(spec)
+    if path.is_dir() and (path / "model.safetensors").is_file():
+        path = path / "model.safetensors"
     if path.suffix != ".safetensors":
-        raise InputError(f"{spec}: give a .safetensors file or python:module:factory; pickled files are not loaded")
+        raise InputError(
+            f"{spec}: give a .safetensors file, a directory with model.safetensors, python:module:factory or minilm; "
+            "pickled files are not loaded"
+        )
     return _from_tensors(str(path), _load(path), _heads_of_file(path) if heads is None else heads)
 
 

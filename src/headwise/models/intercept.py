@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -40,6 +41,9 @@ ATTENTION = frozenset(
     }
 )
 """The function by each of its names."""
+
+COMPILERS = {"torch._dynamo", "torch.nn.attention.flex_attention"}
+"""Modules of torch without which nothing is compiled; importing the first takes a second."""
 
 MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
@@ -112,7 +116,8 @@ class AttentionCall:
     def causal(self) -> bool:
         return self.mask.hides_later_keys()
 
-    def to_measure(self) -> AttentionCall:
+    @cached_property
+    def measurable(self) -> AttentionCall:
         """The same call on the CPU and in float32 or float64, whatever device and precision the model runs in."""
         precise = torch.promote_types(self.q.dtype, torch.float32)
         if self.q.device.type == "cpu" and self.q.dtype == self.k.dtype == self.v.dtype == precise:
@@ -265,7 +270,7 @@ class _Uncompiled:
     def __enter__(self) -> None:
         with self._lock:
             self._open += 1
-            if self._switch is None and "torch._dynamo" in sys.modules:  # otherwise nothing has been compiled
+            if self._switch is None and not COMPILERS.isdisjoint(sys.modules):
                 self._switch = torch.compiler.set_stance("force_eager")
                 self._switch.__enter__()
 

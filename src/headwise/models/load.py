@@ -213,6 +213,8 @@ def _config(spec: str, source: Path | str, trust: Trust, options: dict[str, Any]
 def _model_class(config: Any, with_head: bool) -> Any:
     transformers = transformers_library()
     named = next(iter(getattr(config, "architectures", None) or ()), None)
+    # some, such as an encoder and a decoder put together, have no class without a head
+    with_head = with_head or type(config) not in transformers.AutoModel._model_mapping
     cls = getattr(transformers, named, None) if with_head and isinstance(named, str) else None
     return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else transformers.AutoModel
 

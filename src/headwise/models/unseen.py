@@ -1,10 +1,11 @@
 """Name the attention of a model that `intercept` does not see.
 
-Two kinds of evidence, on one sequence:
+Three kinds of evidence, on one sequence:
 
 - while the model runs, a softmax over the last of at least three axes whose result is then multiplied with a matrix,
   or a fused attention kernel, outside every attention call that was seen.  This is found below Python (a
   `TorchDispatchMode`), so also in TorchScript;
+- a call of `flex_attention`, whose scores can be changed by any code;
 - a module called attention, with projections called query, key and value or the like, that made no call that was seen.
 """
 
@@ -18,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headwise.models.intercept import intercept, running_calls
@@ -31,6 +33,7 @@ PROJECTIONS = re.compile(r"(^|_)(w?(q|k|v|kv|qk|qkv)|quer(y|ies)|keys?|values?)(
 """Names of the projections of an attention layer, in lower case."""
 
 BY_HAND = "its attention is written by hand"
+FLEXIBLE = "it calls flex_attention"
 SCRIPTED = "it runs as TorchScript"
 DID_NOT_RUN = "it did not run on these inputs, or not in this thread"
 OTHERWISE = "it ran, but called no attention function of torch"
@@ -38,7 +41,8 @@ OTHERWISE = "it ran, but called no attention function of torch"
 
 def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
     """name, class and why for each module that attends, or looks as if, but is not seen on `batch`."""
-    watch = _Watch({id(module): name for name, module in model.named_modules()})
+    names = {id(module): name for name, module in model.named_modules()}
+    watch, functions = _Watch(names), _FlexAttention(names)
     seen: set[str] = set()
 
     def answer(site: str, attention: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
@@ -46,7 +50,7 @@ def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
         with watch.paused():
             return attention(*args, **kwargs)
 
-    with torch.no_grad(), as_it_was(model), intercept(model, answer=answer):
+    with torch.no_grad(), as_it_was(model), intercept(model, answer=answer), functions:
         try:
             with watch:
                 run_model(model, batch)
@@ -60,6 +64,7 @@ def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
         # torch's own layer was seen; what it computes besides are the weights that its caller asked for
         if not (name in seen and isinstance(modules[name], nn.MultiheadAttention))
     }
+    found.update(dict.fromkeys(functions.callers, FLEXIBLE))
     known = seen | found.keys()
     for name, module in modules.items():
         if _looks_like_attention(name, module) and not any(
@@ -74,6 +79,22 @@ def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
         }
         for name, why in found.items()
     ]
+
+
+class _FlexAttention(TorchFunctionMode):
+    """Which modules call torch.nn.attention.flex_attention."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.callers: dict[str, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__name__", None) == "flex_attention":
+            self.callers.update((call.name, None) for call in running_calls(self.names, sys._getframe(1))[:1])
+            with _disable_current_modes():  # it cannot be watched
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 class _Watch(TorchDispatchMode):

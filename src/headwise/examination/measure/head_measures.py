@@ -14,7 +14,7 @@ number of texts that have it), the explanation in its `measures` table, the list
 the page, `headwise compare`, the choice of unusual heads, and the table in docs/reference/report-json.md.
 
 Letters: m queries, n keys; σ_1 ≥ σ_2 ≥ … the singular values of P; H_i = −Σ_j P_ij log P_ij the entropy of query i;
-c_j = mean_i P_ij what key j receives; w(δ) = mean_i P_(i, i+δ) the weight at offset δ = j − i.
+c_j = mean_i P_ij what key j receives; w(δ) = mean_i P_(i, i+δ) the weight at offset δ = j − i; t_i the token at i.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 
 from headwise.errors import InputError
+from headwise.examination.measure.repeated_tokens import RepeatedTokenScores
 from headwise.examination.measure.spectra import HeadSpectrum
 from headwise.examination.measure.streaming import HeadSums
+from headwise.examination.measure.token_patterns import DelimiterWeights, TokenWeights
 from headwise.linalg import ranks
 
 
@@ -39,6 +41,13 @@ class HeadProjection:
 
     output_gram: Tensor  # (h, d, d) O^T O, O = P V
     weight: Tensor  # (h, d, width) W_O
+
+
+@dataclass(frozen=True, eq=False)
+class HeadImportance:
+    """Change of the model's answer when a head's output is replaced by its mean over tokens, (h,); see `importance`."""
+
+    change: Tensor
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ def register_measure(
     return add
 
 
-def evaluate(x: HeadSums | HeadProjection) -> dict[str, Tensor]:
+def evaluate(x: HeadSums | HeadProjection | TokenWeights | DelimiterWeights | RepeatedTokenScores) -> dict[str, Tensor]:
     """name -> (h,) float64 for every measure of this type."""
     # cloned: a view of one number would keep the whole array it was taken from
     return {name: m.compute(x).double().clone() for name, m in MEASURES.items() if m.of is type(x)}
@@ -331,6 +340,79 @@ def toeplitz_error(x: HeadSums) -> Tensor:
     return (1 - x.diagonal_energy.sum(-1) / x.frobenius_squared).clamp(min=0).sqrt()  # T has the diagonal means of P
 
 
+@register_measure(of=HeadSums, label="weight farther than n/4", unit="share", shown=True, compared=True)
+def distant_mass(x: HeadSums) -> Tensor:
+    """Σ_(|δ| > n/4) w(δ): weight of keys more than a quarter of the text away."""
+    return x.offset_mass[:, x.offsets.abs() > x.n / 4].sum(-1)
+
+
+@register_measure(of=HeadSums, label="weight farther than n/4, by chance", unit="share")
+def distant_chance(x: HeadSums) -> Tensor:
+    """distant_mass of an average: over all keys, or all earlier ones if no weight is on later keys; 56 % or 40 % of a
+    long text."""
+    i, far = torch.arange(x.m, dtype=torch.float64), math.floor(x.n / 4)
+    before, after = (i - far).clamp(0, x.n), (x.n - 1 - i - far).clamp(min=0)
+    return torch.where(_looks_ahead(x), ((before + after) / x.n).mean(), (before / (i + 1)).mean())
+
+
+@register_measure(of=HeadSums, label="share of the keys that the mask shows", unit="share")
+def visible_share(x: HeadSums) -> Tensor:
+    """mean_i (keys that query i may attend to) / (all keys, or all earlier ones if no weight is on later keys): less
+    than 1 if a mask shows a window."""
+    reach = torch.where(_looks_ahead(x).unsqueeze(-1), x.n, torch.arange(x.m) + 1)
+    return (x.visible.double() / reach).clamp(max=1).mean(-1)
+
+
+def _looks_ahead(x: HeadSums) -> Tensor:
+    """(h,) whether some weight is on keys after the query, or lengths differ, so that there is no before and after."""
+    return (x.offset_mass[:, x.offsets > 0].sum(-1) > 0) | (x.m != x.n)
+
+
+# ---- tokens ----
+
+for _name, _where, _meaning in (
+    ("duplicate", "j ≠ i, t_j = t_i", "other places of its own token"),
+    ("induction", "j ≤ i, t_(j−1) = t_i", "what followed its token earlier"),
+    ("previous_of_duplicate", "j < i − 1, t_(j+1) = t_i", "what preceded its token earlier"),
+):
+    _words = f"{_meaning}, over the queries that have such a key"
+    register_measure(
+        of=TokenWeights,
+        name=f"{_name}_mass",
+        label=f"weight on {_meaning}",
+        definition=f"mean_i Σ_j P_ij, {_where}: weight of {_words}.",
+        unit="share",
+    )(lambda x, name=_name: x.mass[name])
+    register_measure(
+        of=TokenWeights,
+        name=f"{_name}_chance",
+        label=f"weight on {_meaning}, by chance",
+        definition=f"{_name}_mass of a head that averages: the share of {_words}, among the visible keys.",
+        unit="share",
+    )(lambda x, name=_name: x.chance[name])
+    register_measure(
+        of=RepeatedTokenScores,
+        name=f"{_name}_score",
+        label=f"{_name.replace('_', ' ')} score, on repeated random tokens",
+        definition=f"{_name}_mass on random tokens repeated twice, over the second half: 1 for a head that attends to "
+        f"{_meaning}, close to 0 for one that averages; one measurement is one such sequence.",
+        unit="share",
+        shown=_name != "previous_of_duplicate",
+    )(lambda x, name=_name: x.score[name])
+
+
+@register_measure(of=DelimiterWeights, label="weight on delimiters", unit="share", shown=True)
+def delimiter_mass(x: DelimiterWeights) -> Tensor:
+    """Σ_j c_j, t_j a delimiter: weight of punctuation, newlines and special tokens."""
+    return x.mass
+
+
+@register_measure(of=DelimiterWeights, label="weight on delimiters, by chance", unit="share")
+def delimiter_chance(x: DelimiterWeights) -> Tensor:
+    """delimiter_mass of a head that averages: the share of delimiters among the visible keys."""
+    return x.chance
+
+
 # ---- output ----
 
 
@@ -351,3 +433,10 @@ def contribution(x: HeadProjection) -> Tensor:
     """‖P V W_O‖_F: what the head adds to the residual stream."""
     # <O^T O, W W^T>: two d x d matrices instead of one as long as the text
     return (x.output_gram * (x.weight @ x.weight.mT)).sum((-2, -1)).clamp(min=0).sqrt()
+
+
+@register_measure(of=HeadImportance, unit="nats, or share", shown=True, compared=True)
+def importance(x: HeadImportance) -> Tensor:
+    """mean_i KL(p_i ‖ p′_i), or mean_i ‖a_i − a′_i‖ / ‖a_i‖ without logits: change of the model's answer if the head's
+    output is replaced by its mean over tokens; only with `--importance`."""
+    return x.change

@@ -16,9 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError, NonFiniteError
-from headwise.examination.measure.head_measures import MEASURES, HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.repeated_tokens import repeated_token_scores
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
+from headwise.examination.measure.token_patterns import (
+    BatchTokens,
+    TokenNames,
+    TokenPlaces,
+    delimiter_weights,
+    token_weights,
+)
+from headwise.examination.measure.windows import over_windows
 from headwise.models.fingerprint import batch_hash
 from headwise.models.intercept import AttentionCall, four_axes, intercept, nothing_seen
 from headwise.models.run import Batch, OwnHook, SequenceLayout, blocks_of, hidden_states, run_model
@@ -78,21 +87,11 @@ class _SiteMeasurement:
         self.spectral, self.spectra_exact = evaluate_spectra(heads), heads[0].spectrum.exact
         self.leading = torch.stack([head.values[:LEADING] for head in heads])
 
-    def merge(self, others: list[_SiteMeasurement]) -> None:
-        """Become the measurement of a sequence whose windows are this one and `others`."""
-        windows = [self, *others]
-
-        def over(name: str, values: list[Tensor]) -> Tensor:
-            stacked = torch.stack(values)
-            return stacked.mode(0).values if MEASURES[name].discrete else stacked.nanmean(0)
-
-        self.numbers = {name: over(name, [x.numbers[name] for x in windows]) for name in self.numbers}
-        self.spectral = {name: over(name, [x.spectral[name] for x in windows]) for name in self.spectral}
-        self.profile, self.leading = (
-            torch.stack([getattr(x, name) for x in windows]).mean(0) for name in ("profile", "leading")
-        )
-        self.sampled_rows = torch.cat([x.sampled_rows for x in windows], dim=1)
-        self.spectra_exact = all(x.spectra_exact for x in windows)
+    def add_tokens(self, scores: Scores, sums: HeadSums, places: TokenPlaces, entries: int) -> None:
+        self.numbers.update(evaluate(token_weights(scores, sums.log_sum_exp, places, entries=entries)))
+        delimiters = delimiter_weights(scores, sums.received, places)
+        if delimiters is not None:
+            self.numbers.update(evaluate(delimiters))
 
     def add_projection(self, weight: Tensor) -> None:
         """Measures of P V W_O; weight is W_O (h d, width)."""
@@ -108,8 +107,14 @@ def observe(
     with_spectra: bool = True,
     entries: int = limits.CACHE_ENTRIES,
     generator: torch.Generator | None = None,
+    token_names: TokenNames | None = None,
+    with_repeated_tokens: bool = False,
 ) -> list[Measurement]:
-    """One forward pass; one Measurement for each sequence in the batch."""
+    """One forward pass; one Measurement for each sequence in the batch.
+
+    with_repeated_tokens  another short pass, whose scores are numbers of the first sequence
+    """
+    token_ids = BatchTokens(batch, token_names(batch) if token_names is not None else None)
     by_sequence: dict[int, list[_SiteMeasurement]] = {}
     unprojected: list[_SiteMeasurement] = []  # the last call's, until its output projection runs
     outputs: list[Tensor] = []
@@ -119,7 +124,7 @@ def observe(
     def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
-        is_plain, call = _is_plain(call), call.to_measure()
+        is_plain, call = _is_plain(call), call.measurable
         site, block = _site(call, blocks, states), block_of(call, blocks)
         tokens.add(block, call)
         for b in range(len(call.q)):
@@ -128,6 +133,9 @@ def observe(
             sums = stream(scores, v, positions=part.positions, workspace=workspace)
             _check_finite(call, b, sums)
             measured = _SiteMeasurement(site, sums)
+            places = token_ids.places(call, b, scores)
+            if places is not None:
+                measured.add_tokens(scores, sums, places, entries)
             if with_spectra:
                 measured.add_spectra(scores, v, generator)
             by_sequence.setdefault(b // call.windows, []).append(measured)
@@ -159,23 +167,13 @@ def observe(
         run_model(model, batch)
     if not by_sequence:
         raise nothing_seen(model)
+    if with_repeated_tokens:
+        repeated = repeated_token_scores(model, batch)
+        for measured in by_sequence[0]:
+            if measured.site.name in repeated:
+                measured.numbers.update(evaluate(repeated[measured.site.name]))
     digest = batch_hash(batch)
-    return [_measurement(b, _over_windows(sites), states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
-
-
-def _over_windows(measured: list[_SiteMeasurement]) -> list[_SiteMeasurement]:
-    """One measurement for each site of one sequence: numbers are means over its windows, discrete ones modes.
-
-    A model that cuts an image into windows computes a small P for each.  All of P is block-diagonal; what is said of a
-    head is said of an average block.
-    """
-    by_site: dict[str, list[_SiteMeasurement]] = {}
-    for each in measured:
-        by_site.setdefault(each.site.name, []).append(each)
-    for first, *others in by_site.values():
-        if others:
-            first.merge(others)
-    return [windows[0] for windows in by_site.values()]
+    return [_measurement(b, over_windows(sites), states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 
 
 def _check_finite(call: AttentionCall, b: int, sums: HeadSums) -> None:
@@ -264,6 +262,7 @@ def attended_keys(mask: Mask) -> Tensor | None:
 
 def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
     """Scores and values of sequence b, as far as they are measured."""
+    call = call.measurable
     return measured_part(call, b).cut(call)
 
 

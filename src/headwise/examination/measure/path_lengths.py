@@ -13,7 +13,6 @@ Dong, Cordonnier & Loukas 2021 (path decomposition); the recursion replaces thei
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,8 +30,7 @@ from headwise.theory.collapse import relative_residual
 EXACT = 1e-6
 """Largest relative difference between the sum of all paths and the network's own output that counts as equal."""
 
-_ATTENTION = inspect.unwrap(F.scaled_dot_product_attention)
-"""What `__torch_function__` is given also while another thread has replaced F.scaled_dot_product_attention."""
+_ATTENTION = F.scaled_dot_product_attention
 
 _GATED = {F.gelu, F.relu, torch.relu, F.silu, F.elu, F.leaky_relu, F.mish, F.hardswish, F.softplus}
 _HELD = {torch.tanh, torch.sigmoid, torch.rsqrt, torch.erf, torch.Tensor.tanh, torch.Tensor.sigmoid, torch.Tensor.rsqrt}

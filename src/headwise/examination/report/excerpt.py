@@ -38,7 +38,7 @@ def make_excerpt(
     means: list[Tensor] = []
 
     def see(call: AttentionCall) -> None:
-        scores, _ = sequence(call.to_measure(), 0)
+        scores, _ = sequence(call, 0)
         sites.append({"site": call.site, "queries": scores.shape[-2], "keys": scores.shape[-1]})
         means.append(cell_means(scores))
 
@@ -51,7 +51,7 @@ def make_excerpt(
             rows=image.shape[-2],
             columns=image.shape[-1],
             top=[float(f"{x:.4g}") for x in top.tolist()],
-            maps=[base64.b64encode(head.contiguous().cpu().numpy().tobytes()).decode() for head in image],
+            maps=[base64.b64encode(head.contiguous().numpy().tobytes()).decode() for head in image],
         )
     return {"tokens": [] if token_names is None else token_names(text)[0], "sites": sites}
 

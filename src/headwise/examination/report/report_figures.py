@@ -11,6 +11,10 @@ from headwise.examination.measure.head_kinds import KINDS
 from headwise.examination.record import Examination
 
 COLOURS = {
+    "induction": "#D55E00",
+    "duplicate token": "#882255",
+    "delimiter": "#AA4499",
+    "retrieval": "#332288",
     "uniform": "#999999",
     "positional": "#E69F00",
     "sink": "#CC79A7",
@@ -19,7 +23,10 @@ COLOURS = {
     "broad": "#F0E442",
     "dense": "#0072B2",
 }
-"""Colours of Okabe & Ito, which most colour-blind readers can tell apart; also used on the page."""
+"""Colours of Okabe & Ito, and some of Tol's, which most colour-blind readers can tell apart; also used on the page."""
+
+LETTERS = {"low rank": "R", "duplicate token": "T", "delimiter": ";", "retrieval": "F"}
+"""Where the initial of a kind is taken."""
 
 
 FIGURES = ("kinds", "effective-rank", "entropy", "collapse", "paths")

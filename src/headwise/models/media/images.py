@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from headwise.errors import InputError, needs_extra
 from headwise.models import gate
 from headwise.models.gate import one_line
-from headwise.models.inputs import IMAGE_WORDS, Inputs, check_takes, known_arguments, needs_text, preprocessor
+from headwise.models.inputs import (
+    IMAGE_WORDS,
+    Inputs,
+    check_takes,
+    known_arguments,
+    needs_text,
+    preprocessor,
+    with_decoder,
+)
 from headwise.models.load import LoadedModel
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
@@ -45,7 +53,8 @@ def image_input(loaded: LoadedModel, directory: Path, *, limit: int) -> Inputs:
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise InputError(f"{path} cannot be read as an image ({one_line(error)})") from error
         with gate.failures(f"{path} cannot be prepared for {loaded.name}"):
-            batches.append(known_arguments(loaded.model, processor(images=image, return_tensors="pt", **beside)))
+            features = known_arguments(loaded.model, processor(images=image, return_tensors="pt", **beside))
+        batches.append(with_decoder(loaded.model, features))
     return Inputs(
         batches,
         None if both else lambda batch: [patch_names(loaded.model, image) for image in batch["pixel_values"]],

@@ -54,7 +54,8 @@ def frame_names(model: nn.Module, extractor: Any, features: Tensor) -> list[str]
         kernels, frames = getattr(config, "conv_kernel", strides), features.shape[-1]
         for kernel, stride in zip(kernels, strides, strict=True):
             frames = (frames - kernel) // stride + 1
-        step = math.prod(strides) / rate
+        squeezed = getattr(config, "squeeze_factor", 1)
+        frames, step = frames // squeezed, math.prod(strides) * squeezed / rate
     elif isinstance(getattr(config, "max_source_positions", None), int) and hasattr(extractor, "hop_length"):  # Whisper
         frames = config.max_source_positions  # pyright: ignore[reportOptionalMemberAccess]
         step = features.shape[-1] / frames * extractor.hop_length / rate

@@ -173,9 +173,8 @@ def _register() -> None:
     @torch.library.register_fake("headwise::sparse_attention")
     def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         b, h, m, _ = q.shape
-        compute = torch.promote_types(q.dtype, torch.float32)
-        sums = (q.new_empty(b, h, m, dtype=compute) for _ in range(2))
-        return v.new_empty(b, m, h, v.shape[-1]).transpose(1, 2), *sums
+        top = q.new_empty(b, h, m, dtype=torch.promote_types(q.dtype, torch.float32))
+        return v.new_empty(b, m, h, v.shape[-1]).transpose(1, 2), top, torch.empty_like(top)
 
     @torch.library.register_fake("headwise::sparse_attention_backward")
     def _(

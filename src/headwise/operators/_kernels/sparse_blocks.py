@@ -155,13 +155,13 @@ class Union:
     def _kernel_usable(self, x: Tensor) -> bool:
         return x.dtype == self.q.dtype and key_patterns.usable(self.q, self.k, x)
 
-    def _for_kernel(self, x: Tensor) -> tuple[list[Tensor], dict[str, Any], torch.Size]:
+    def _for_kernel(self, x: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], torch.Size]:
         """q, k and x with two batch axes, the other arguments of the kernel, and the batch axes of the result."""
         batch = torch.broadcast_shapes(self.shape[:-2], x.shape[:-2])
-        tensors = [two_batch_axes(y, batch) for y in (self.q, self.k, x)]
+        q, k, x = (two_batch_axes(y, batch) for y in (self.q, self.k, x))
         mask = None if self.key_mask is None else two_batch_axes(self.key_mask, batch, trailing=1)
-        patterns = [self.pattern] * tensors[0].shape[1]
-        return tensors, {"patterns": patterns, "scale": self.scale, "causal": self.causal, "key_mask": mask}, batch
+        patterns = [self.pattern] * q.shape[1]
+        return (q, k, x), {"patterns": patterns, "scale": self.scale, "causal": self.causal, "key_mask": mask}, batch
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """What the kernel computes, from matrix products."""

@@ -47,6 +47,8 @@ def find_sites(model: nn.Module, batch: Any) -> dict[str, AttentionSite]:
             reason = "its mask is neither padding nor causal"
         elif q.shape[-2] != k.shape[-2]:
             reason = f"it has {q.shape[-2]} queries for {k.shape[-2]} keys, and plans are for self-attention"
+        elif (call[0] if call else options["query"]).dim() == 3:
+            reason = "its heads share an axis with the batch, and plans are for operands (b, h, n, width)"
         elif v.shape[-1] != q.shape[-1]:
             reason = f"its values are {v.shape[-1]} wide and its keys {q.shape[-1]}"
         base = name.partition("@")[0]

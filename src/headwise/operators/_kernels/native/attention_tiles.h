@@ -3,6 +3,7 @@
 // Queries are taken 2 L at a time (two vectors; one where there are at most L): scores are kept transposed, [key][query], so
 // that a softmax over keys needs no sum across lanes and no remainder, and both matrix products multiply vectors of queries
 // by one number of k or v, read where it lies.  Only queries and results, of which each is touched once, are transposed.
+// A query alone (a new one against a cache, a leading one that attends to everything) has its lanes along k and d instead.
 // A tile lists the keys it meets as pointers; masked keys are not listed, and whatever they hold is never read.  Long lists
 // are taken KEYS at a time with a running maximum.
 #pragma once
@@ -54,8 +55,14 @@ struct Sizes {
   bool causal;
 };
 
+constexpr int64_t FEW = 4;  // up to so many queries are faster one by one
+
 void add_run(std::vector<Rows>& tiles, int64_t begin, int64_t end, int64_t rows) {
-  for (int64_t i = begin; i < end; i += rows) tiles.push_back({i, 1, std::min(rows, end - i), false});
+  for (int64_t i = begin; i < end;) {
+    const int64_t count = end - i <= FEW ? 1 : std::min(rows, end - i);
+    tiles.push_back({i, 1, count, false});
+    i += count;
+  }
 }
 
 // Tiles of `rows` queries, of whole blocks where these are smaller; those of one tile meet the same summaries.
@@ -215,6 +222,30 @@ void spread(T* const* out, int64_t count, const T* weights, int64_t rows, const 
   for (; j < count; j++) spread_keys<T, 1>(out + j, weights + j * rows, rows, x, stride);
 }
 
+// ---- the same for one query ----
+
+template <typename T>
+inline T dot(const T* a, const T* b, int64_t width) {
+  using V = Lanes<T>;
+  constexpr int64_t L = V::size();
+  V sum(T(0));
+  int64_t c = 0;
+  for (; c + L <= width; c += L) sum = at::vec::fmadd(V::loadu(a + c), V::loadu(b + c), sum);
+  if (c < width) sum = at::vec::fmadd(V::loadu(a + c, width - c), V::loadu(b + c, width - c), sum);
+  return at::vec::vec_reduce_all<T>([](V& x, V& y) { return x + y; }, sum);
+}
+
+// out += weight row
+template <typename T>
+inline void add_row(T* out, T weight, const T* row, int64_t width) {
+  using V = Lanes<T>;
+  constexpr int64_t L = V::size();
+  const V w(weight);
+  int64_t c = 0;
+  for (; c + L <= width; c += L) at::vec::fmadd(w, V::loadu(row + c), V::loadu(out + c)).store(out + c);
+  if (c < width) at::vec::fmadd(w, V::loadu(row + c, width - c), V::loadu(out + c, width - c)).store(out + c, width - c);
+}
+
 // ---- one head of the inputs, addressed by strides ----
 
 template <typename T>
@@ -290,6 +321,7 @@ class Tile {
   // out, top and total of these queries; a column leaves its sums for the band to continue
   void forward(int64_t b, int64_t h, const Rows& rows, const View<T>& out, T* top, T* total) {
     begin(b, h, rows);
+    if (alone()) return forward_row(out.at(b, h, rows.first), top[rows.first], total[rows.first]);
     started_ = !rows.column && pattern_->stride > 0;
     if (started_) {
       read(out, b, h, in_.sizes.values, value_width_, T(1), rows_);
@@ -319,7 +351,50 @@ class Tile {
     }
   }
 
+  void forward_row(T* out, T& top, T& total) {
+    std::fill_n(out, in_.sizes.values, T(0));
+    top = std::numeric_limits<T>::lowest(), total = T(0);
+    keys([&] {
+      const T most = std::max(top, row_scores());
+      const T shrink = std::exp(top - most);
+      if (total > T(0) && shrink != T(1)) {
+        for (int64_t c = 0; c < in_.sizes.values; c++) out[c] *= shrink;
+      }
+      total = total * shrink + row_weights(most, T(1));
+      top = most;
+      for (int64_t j = 0; j < count_; j++) add_row(out, s_[j], value_[j], in_.sizes.values);
+    });
+    const T inverse = total > T(0) ? T(1) / total : T(0);
+    for (int64_t c = 0; c < in_.sizes.values; c++) out[c] *= inverse;
+  }
+
  protected:
+  // One query, whose list has only keys that it attends to.
+  bool alone() const { return tile_->count == 1 && !pattern_->stride; }
+
+  // s_[j], the scores of the listed keys; returns the largest
+  T row_scores() {
+    T most = std::numeric_limits<T>::lowest();
+    for (int64_t j = 0; j < count_; j++) {
+      s_[j] = dot<T>(q_, key_[j], in_.sizes.width) + bias_[j];
+      most = std::max(most, s_[j]);
+    }
+    return most;
+  }
+
+  // s_[j] becomes exp(s_[j] - top) factor; returns the sum
+  T row_weights(T top, T factor) {
+    V sum(T(0));
+    for (int64_t j = 0; j < count_; j += L) {
+      const int64_t some = std::min(L, count_ - j);
+      std::fill(s_ + j + some, s_ + j + L, -std::numeric_limits<T>::infinity());
+      const V weight = exponential(V::loadu(s_ + j) - V(top)) * V(factor);
+      weight.store(s_ + j);
+      sum = sum + weight;
+    }
+    return at::vec::vec_reduce_all<T>([](V& x, V& y) { return x + y; }, sum);
+  }
+
   void begin(int64_t b, int64_t h, const Rows& rows) {
     b_ = b, h_ = h, tile_ = &rows, pattern_ = &in_.patterns[h];
     const int64_t g = h / (in_.sizes.heads / in_.sizes.groups);

@@ -53,6 +53,8 @@ def cannot_build() -> str | None:
     """Why no build can be tried on this machine, or None."""
     if sys.platform != "linux":
         return f"the kernels are compiled on Linux only, and this is {sys.platform}"
+    if not sys.executable:
+        return "Python does not know its own executable, which builds the kernels"
     if find_compiler() is None:
         return "no C++ compiler was found (g++, c++ or clang++; or set CXX)"
     if not (_torch_directory() / "include" / "torch" / "library.h").is_file():

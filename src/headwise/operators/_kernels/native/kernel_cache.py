@@ -117,10 +117,12 @@ def _all_sources() -> Sequence[Path]:
 
 def directory() -> Path:
     """The directory of this build, which need not exist."""
-    root = os.environ.get("HEADWISE_CACHE")
-    if not root:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headwise"
-    return Path(root).expanduser().absolute() / "kernels" / key()
+    try:
+        shared = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "headwise")
+        root = Path(os.environ.get("HEADWISE_CACHE") or shared).expanduser().absolute()
+    except RuntimeError as error:
+        raise InputError("there is no home directory for the compiled kernels; set HEADWISE_CACHE") from error
+    return root / "kernels" / key()
 
 
 def make_directory() -> Path:

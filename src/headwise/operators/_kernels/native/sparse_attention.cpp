@@ -32,6 +32,10 @@ class BackwardTile : public Tile<T, NV> {
     const Sizes& s = this->in_.sizes;
     this->begin(b, h, rows);
     this->read(pull, b, h, s.values, this->value_width_, T(1), pull_);
+    if (this->alone()) {
+      const int64_t i = rows.first;
+      return backward_row(out.at(b, h, i), top[i], total[i] > T(0) ? T(1) / total[i] : T(0), to.q.at(b, h, i), to);
+    }
     this->read(out, b, h, s.values, this->value_width_, T(1), this->rows_);
     transpose<T>(pull_, R, this->value_width_, pull_t_);
     transpose<T>(this->rows_, R, this->value_width_, this->ot_);
@@ -57,6 +61,43 @@ class BackwardTile : public Tile<T, NV> {
   }
 
  private:
+  void backward_row(const T* out, T top, T inverse, T* dq, const Gradients<T>& to) {
+    const Sizes& s = this->in_.sizes;
+    const T dot_out = dot<T>(pull_, out, s.values);
+    std::fill_n(static_cast<T*>(dq_), this->key_width_, T(0));
+    this->keys([&] {
+      const int64_t count = this->count_;
+      this->row_scores();
+      this->row_weights(top, inverse);
+      find_targets(to);
+      for (int64_t j = 0; j < count; j++) {
+        const T weight = this->s_[j], ds = weight * (dot<T>(pull_, this->value_[j], s.values) - dot_out);
+        add_row<T>(dq_, ds, this->key_[j], s.width);
+        add_row<T>(value_to_[j], weight, pull_, this->value_width_);
+        add_row<T>(key_to_[j], ds, this->q_, this->key_width_);
+        if (bias_to_[j]) *bias_to_[j] += ds;
+      }
+    });
+    for (int64_t c = 0; c < s.width; c++) dq[c] += this->in_.scale * dq_[c];
+  }
+
+  // Where the gradients of the listed keys are added.
+  void find_targets(const Gradients<T>& to) {
+    const Sizes& s = this->in_.sizes;
+    for (int64_t j = 0; j < this->count_; j++) {
+      const int64_t at = this->position_[j], t = this->slot_[j];
+      if (t < 0) {
+        key_to_[j] = to.k + at * this->key_width_, value_to_[j] = to.v + at * this->value_width_;
+        bias_to_[j] = nullptr;
+      } else {
+        const int64_t slot = (this->h_ * s.blocks + at) * s.slots + t;
+        key_to_[j] = to.slot_keys + (this->h_ * s.slots + t) * this->key_width_;
+        value_to_[j] = to.slot_values + slot * this->value_width_;
+        bias_to_[j] = to.slot_bias + slot;
+      }
+    }
+  }
+
   void pull_back(const Gradients<T>& to) {
     const Sizes& s = this->in_.sizes;
     const int64_t count = this->count_;
@@ -71,17 +112,9 @@ class BackwardTile : public Tile<T, NV> {
       }
     }
     mix<T, NV>(this->key_, count, ds_, s.width, dq_);
+    find_targets(to);
     for (int64_t j = 0; j < count; j++) {
-      const int64_t at = this->position_[j];
-      const int64_t t = this->slot_[j];
-      if (t < 0) {
-        key_to_[j] = to.k + at * this->key_width_, value_to_[j] = to.v + at * this->value_width_;
-      } else {
-        const int64_t slot = (this->h_ * s.blocks + at) * s.slots + t;
-        key_to_[j] = to.slot_keys + (this->h_ * s.slots + t) * this->key_width_;
-        value_to_[j] = to.slot_values + slot * this->value_width_;
-        for (int64_t i = 0; i < R; i++) to.slot_bias[slot] += ds_[j * R + i];
-      }
+      for (int64_t i = 0; i < R && bias_to_[j]; i++) *bias_to_[j] += ds_[j * R + i];
     }
     spread<T>(value_to_, count, this->s_, R, pull_, this->value_width_);
     // slots come last, and those of several blocks have the same key
@@ -94,6 +127,7 @@ class BackwardTile : public Tile<T, NV> {
   alignas(64) T dot_[R];               // <pull_i, out_i>
   T* key_to_[KEYS];
   T* value_to_[KEYS];
+  T* bias_to_[KEYS];
 };
 
 // ---- all tiles of a call ----
