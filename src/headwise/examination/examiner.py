@@ -123,7 +123,7 @@ def examine(
                 first = batch
             if index == 0 and rank == 0:
                 pictures = make_excerpt(model, batch if shown is None else shown, token_names, own=shown is not None)
-                unseen = unseen_attention(model, first_sequence(batch))
+                unseen = unseen_attention(model, first_sequence(model, batch))
             if index % processes == rank:
                 file = None if partial_results is None else partial_results / f"batch-{index:06d}.pt"
                 run = run_key(weights, {**settings, "batch": hashes[-1], "index": index})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.examination.measure import streaming
-from headwise.examination.measure.streaming import SAMPLED_ROWS, Workspace, stream
+from headwise.examination.measure.streaming import REACH, SAMPLED_ROWS, Workspace, stream
 from headwise.operators._kernels import native
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.masks import Mask
@@ -173,3 +173,34 @@ def test_a_model_of_double_precision_is_measured_in_single_precision() -> None:
         expected = call("torch", scores, v)
     double = Scores(scores.q.double(), scores.k.double(), scores.scale, scores.mask)
     torch.testing.assert_close(call("kernel", double, v.double()).entropy, expected.entropy)
+
+
+POSITIONS = {
+    "all queries": torch.arange(60),
+    "queries at the end": torch.arange(20, 80),
+    "queries with gaps": torch.arange(80)[torch.arange(80) % 4 < 3],
+}
+
+
+@pytest.mark.parametrize("places", POSITIONS)
+@pytest.mark.parametrize("entries", [1 << 19, 12000, 1000])
+def test_queries_may_stand_anywhere_on_the_axis_of_keys(places: str, entries: int, path: str) -> None:
+    """Several heads, or one, and several rows, or one, at a time; the kernel takes no gaps."""
+    positions = POSITIONS[places]
+    scores, v = problem(4, 60, 80, 8, 5, causal=True)
+    s = scores.scale * scores.q.double() @ scores.k.double().mT
+    p = torch.softmax(s.masked_fill(~scores.mask.rows(0, 60), -torch.inf), -1)
+    offsets = torch.arange(80) - positions[:, None]
+    on = [offsets == o for o in range(-int(positions[-1]), 80)]
+    used = "torch" if places == "queries with gaps" else path
+    found = call(used, scores, v, positions=positions, workspace=Workspace(entries))
+
+    def close(actual: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-6)
+
+    close(found.diagonals, torch.stack([p[:, here].sum(-1) for here in on], -1))
+    energy = [p[:, here].sum(-1).square() / max(1, int(here.sum())) for here in on]
+    close(found.diagonal_energy, torch.stack(energy, -1))
+    close(found.mass_within(4), p[:, offsets.abs() <= 4].sum(-1) / 60)
+    close(found.profile()[:, REACH - 1], p[:, offsets == -1].sum(-1) / 60)
+    assert found.profile().shape == (4, 2 * REACH + 1)

@@ -55,7 +55,7 @@ def make_excerpt(
 
     own  the batch was chosen to be looked at, and is not the first of those that were examined
     """
-    text = first_sequence(batch)
+    text = first_sequence(model, batch)
     sites: list[dict[str, Any]] = []
     means: list[Tensor] = []
     links = Links()
