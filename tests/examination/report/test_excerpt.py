@@ -161,6 +161,13 @@ def test_names_of_queries_and_keys() -> None:
     assert own["query_tokens"] == own["key_tokens"] == decoder
     assert (cross["query_tokens"], cross["key_tokens"]) == (decoder, encoder)
 
+    whisper, heard = ALL["whisper"]()
+    frames = [f"{i} s" for i in range(40)]
+    sites = make_excerpt(whisper.eval(), heard, lambda x: [frames])["sites"]
+    decoding = [site for site in sites if "decoder" in site["site"]]
+    assert [site["query_tokens"] for site in decoding] == [[]] * 4
+    assert [site["key_tokens"] for site in decoding] == [[], frames] * 2
+
     bert = sharpen(ALL["bert"]()[0])
     ids = torch.randint(99, (1, 12))
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]])

@@ -92,8 +92,12 @@ def _side(facts: Mapping[str, Any]) -> dict[str, Any]:
     """One examination for the page; of its excerpt the maps, without the links of single tokens."""
     data = page_data(facts)
     excerpt = data["excerpt"]
-    if excerpt:
-        sites = [{name: x for name, x in site.items() if name != "links"} for site in excerpt["sites"]]
+    if isinstance(excerpt.get("sites"), list):
+        sites = [
+            {name: x for name, x in site.items() if name != "links"}
+            for site in excerpt["sites"]
+            if isinstance(site, dict)
+        ]
         excerpt = {"tokens": excerpt.get("tokens", []), "own": excerpt.get("own", False), "sites": sites}
     kept = ("model", "inputs", "sites", "records", "kinds", "measures")
     return {**{name: data[name] for name in kept}, "excerpt": excerpt}

@@ -239,26 +239,29 @@ def _text(x: Tensor) -> str:
     return base64.b64encode(bytes(x.contiguous().flatten().tolist())).decode()
 
 
-def _names(text: Batch, token_names: TokenNames | None) -> tuple[list[str], list[str]]:
-    """Names of the positions of the text without padding, and of the decoder's, if it has one."""
-    if token_names is None:
-        return [], []
-    names = [str(x) for x in token_names(text)[0]]
+def _names(text: Batch, token_names: TokenNames | None) -> tuple[list[str], list[str] | None]:
+    """Names of the positions of the text without padding, and of the decoder's; None if it has no decoder.
+
+    The names of images and recordings say nothing about the tokens of a decoder.
+    """
+    names = [] if token_names is None else [str(x) for x in token_names(text)[0]]
     if not isinstance(text, Mapping):
-        return names, []
+        return names, None
     mask, ids = text.get("attention_mask"), text.get("decoder_input_ids")
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[-1] == len(names):
         names = [name for name, seen in zip(names, mask[0].tolist(), strict=True) if seen]
-    if ids is None or "input_ids" not in text:  # patches and frames have no vocabulary that could name the ids
+    if ids is None:
+        return names, None
+    if token_names is None or "input_ids" not in text:
         return names, []
     return names, [str(x) for x in token_names({"input_ids": ids})[0]]
 
 
-def _site_names(site: Mapping[str, Any], names: list[str], of_decoder: list[str]) -> dict[str, list[str]]:
+def _site_names(site: Mapping[str, Any], names: list[str], of_decoder: list[str] | None) -> dict[str, list[str]]:
     """query_tokens and key_tokens of a site, empty where their number does not fit; nothing if both are `names`."""
-    in_decoder = bool(of_decoder) and (site["kind"] == "cross" or "decoder" in site["site"])
-    queries = of_decoder if in_decoder else names
-    keys = of_decoder if in_decoder and site["kind"] == "self" else names
+    in_decoder = of_decoder is not None and (site["kind"] == "cross" or "decoder" in site["site"])
+    queries = of_decoder or [] if in_decoder else names
+    keys = of_decoder or [] if in_decoder and site["kind"] == "self" else names
     fit = len(queries) == site["queries"], len(keys) == site["keys"]
     if all(fit) and not in_decoder:
         return {}

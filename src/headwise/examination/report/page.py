@@ -119,15 +119,21 @@ def page_data(facts: Mapping[str, Any]) -> dict[str, Any]:
         "telling": telling_heads(facts),
         "similarity": _similarity(facts["redundancy"]),
         "kinds": {kind: {**kind_style(kind), "meaning": meaning} for kind, meaning in KINDS.items()},
-        "by_length": _by_length(facts.get("by_length") or {}),
+        "by_length": _by_length(facts.get("by_length") or {}, len(facts["records"])),
         **{name: facts.get(name, {}) for name in ("layers", "ablations", "paths", "excerpt", "provenance")},
     }
 
 
-def _by_length(found: Mapping[str, Any]) -> dict[str, Any]:
+def _by_length(found: Mapping[str, Any], heads: int) -> dict[str, Any]:
     """Lengths, and for each of them the kinds of all heads."""
-    lengths = found.get("lengths", [])
-    return {"lengths": lengths, "kinds": [found["kinds"][str(length)] for length in lengths]}
+    kinds = found.get("kinds")
+    known = {length: row for length, row in kinds.items() if _is_list(row, heads)} if isinstance(kinds, Mapping) else {}
+    lengths = [x for x in found.get("lengths") or [] if str(x) in known] if _is_list(found.get("lengths")) else []
+    return {"lengths": lengths, "kinds": [[str(kind) for kind in known[str(x)]] for x in lengths]}
+
+
+def _is_list(x: Any, length: int | None = None) -> bool:
+    return isinstance(x, list) and length in (None, len(x))
 
 
 def telling_heads(facts: Mapping[str, Any], count: int = 8) -> list[int]:
@@ -190,7 +196,7 @@ def _advice(facts: Mapping[str, Any], labels: list[str]) -> list[dict[str, Any]]
     places = {(record["site"], record["head"]) for record in facts["records"]}
     found = []
     for entry in facts.get("advice", []):
-        heads = [(site, head) for site, head in entry.get("heads") or [] if (site, head) in places]
+        heads: list[tuple[int, int]] = [tuple(x) for x in entry.get("heads") or [] if tuple(x) in places]
         shown_heads = [
             {"label": f"{labels[site]} · {head}", "address": head_address(labels[site], head)}
             for site, head in heads[:SHOWN_HEADS]
