@@ -60,16 +60,18 @@ class _Pairs:
     hidden: Tensor  # (tokens, rows, 3 width), True where the pair does not belong to the pattern, or is not causal
 
     @classmethod
-    def of(cls, i: Tensor, e: Tensor, n: int, ahead: int | None) -> _Pairs:
-        """i (tokens, rows) and e (tokens, width) are places of the same token, -1 where filled."""
+    def of(cls, e: Tensor, rows: int, n: int, ahead: int | None) -> Iterator[_Pairs]:
+        """The pairs of e (tokens, width), places of the same token, -1 where filled: some rows at a time."""
         shifted = torch.stack([e + shift for shift in PATTERNS.values()], dim=-2)
         exists = ((shifted >= 0) & (shifted < n) & (e >= 0).unsqueeze(-2)).flatten(1).unsqueeze(-2)
-        other, query, j = e.unsqueeze(-2), i.unsqueeze(-1), shifted.flatten(1)
-        earlier = other < query
-        valid = torch.cat([other != query, earlier, earlier], dim=-1) & exists & (query >= 0)
-        if ahead is not None:
-            valid &= j.unsqueeze(-2) <= query + ahead
-        return cls(i.clamp(min=0), i >= 0, j.clamp(0, n - 1), ~valid)
+        other, j = e.unsqueeze(-2), shifted.flatten(1).clamp(0, n - 1)
+        for i in e.split(rows, dim=-1):
+            query = i.unsqueeze(-1)
+            earlier = other < query
+            valid = torch.cat([other != query, earlier, earlier], dim=-1) & exists & (query >= 0)
+            if ahead is not None:
+                valid &= j.unsqueeze(-2) <= query + ahead
+            yield cls(i.clamp(min=0), i >= 0, j, ~valid)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +104,7 @@ class TokenPlaces:
         for group in self.repeated:
             width = group.shape[-1]
             for e in group.split(max(1, entries // (width * width))):
-                for i in e.split(min(width, max(1, entries // width)), dim=-1):
-                    yield _Pairs.of(i, e, len(self.ids), ahead)
+                yield from _Pairs.of(e, max(1, entries // width), len(self.ids), ahead)
 
 
 class BatchTokens:
@@ -158,9 +159,12 @@ def token_weights(
     h, _, n = scores.shape
     mass, keys = log_sum_exp.new_zeros(h, 3, n), log_sum_exp.new_zeros(h, 3, n)
     q, k, mask = scores.q.float() * scores.scale, scores.k.float(), scores.mask
+    j, chosen = None, k
     for pairs in places.pairs(entries // (3 * h), mask.ahead):
         i, width = pairs.i, pairs.j.shape[-1] // 3
-        s = q[:, i] @ k[:, pairs.j].mT  # (h, tokens, rows, 3 width)
+        if pairs.j is not j:
+            j, chosen = pairs.j, k[:, pairs.j].mT
+        s = q[:, i] @ chosen  # (h, tokens, rows, 3 width)
         if mask.attn_bias is not None:
             s = s + _at(mask.attn_bias, pairs).float()
         hidden = pairs.hidden if mask.visible is None else pairs.hidden | ~_at(mask.visible, pairs)
