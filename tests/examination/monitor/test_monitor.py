@@ -169,6 +169,10 @@ def test_a_compiled_model_is_measured_as_written(net: Net, x: Tensor) -> None:
     train(compiled, x, of_compiled, 3)
     assert [head.layer for head in of_compiled.history.heads] == ["layers.0", "layers.0", "layers.1", "layers.1"]
     same_numbers(plain.history, of_compiled.history)
+    net.compile(backend="eager")  # in place
+    in_place = Monitor(net, every=2)
+    train(net, x, in_place, 3)
+    same_numbers(plain.history, in_place.history)
     torch._dynamo.reset()
 
 

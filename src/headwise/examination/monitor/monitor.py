@@ -27,7 +27,7 @@ from headwise.errors import InputError
 from headwise.examination.monitor.alarms import AlarmRules, AlarmWatch
 from headwise.examination.monitor.call_measures import HeadSample, measure_call
 from headwise.examination.monitor.history import NAMES, Alarm, Head, History
-from headwise.models.intercept import AttentionCall, intercept, nothing_seen
+from headwise.models.intercept import AttentionCall, intercept, nothing_seen, uncompiled
 
 LOGGER = logging.getLogger("headwise.monitor")
 
@@ -55,12 +55,13 @@ class Monitor:
             raise InputError(
                 f"Monitor: every = {every} and rows = {rows} must be at least 1, rank_every = {rank_every} at least 0"
             )
-        self.model, self._compiled = _plain(model)
+        models = _by_name(model)
+        self.model = nn.ModuleDict(models) if isinstance(model, Mapping) else models[""]
         self.every, self.rows, self.rank_every = every, rows, rank_every
         self.rules = rules or AlarmRules()
         self.on_alarm = on_alarm
         self.steps = 0  # steps begun
-        self.history = History(_name(model))
+        self.history = History(", ".join(type(each).__name__ for each in models.values()))
         self._generator = torch.Generator().manual_seed(seed)
         self._watch = AlarmWatch(self.rules, self.history)
 
@@ -97,7 +98,7 @@ class Monitor:
             if sample is not None:
                 samples[name] = sample if earlier is None else earlier.merged(sample)
 
-        with self._eager(), intercept(self.model, see):
+        with intercept(self.model, see):
             yield step
         if not samples:
             if not self.history.steps:
@@ -107,10 +108,6 @@ class Monitor:
         if step.loss is not None:
             self.add_loss(step.loss, step=number)
         self._announce(self._watch.check())
-
-    def _eager(self) -> contextlib.AbstractContextManager[None]:
-        """A compiled model makes no calls that can be seen: it runs as written during a measured step."""
-        return torch.compiler.set_stance("force_eager") if self._compiled else contextlib.nullcontext()
 
     def _announce(self, alarms: list[Alarm]) -> None:
         if self.on_alarm is not None:
@@ -199,19 +196,12 @@ class _SkippedStep(contextlib.AbstractContextManager[MonitoredStep]):
 _SKIPPED = _SkippedStep()
 
 
-def _plain(model: nn.Module | Mapping[str, nn.Module]) -> tuple[nn.Module, bool]:
-    """The model to intercept, and whether it was compiled."""
+def _by_name(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The models by name, as they were before torch.compile; one model has no name."""
     models = model if isinstance(model, Mapping) else {"": model}
     if not models or not all(isinstance(each, nn.Module) for each in models.values()):
         raise InputError(f"Monitor: takes a torch.nn.Module, or modules by name, but got {type(model).__name__}")
-    plain = {name: getattr(each, "_orig_mod", each) for name, each in models.items()}
-    compiled = any(plain[name] is not each for name, each in models.items())
-    return (nn.ModuleDict(plain) if isinstance(model, Mapping) else plain[""]), compiled
-
-
-def _name(model: nn.Module | Mapping[str, nn.Module]) -> str:
-    models = model if isinstance(model, Mapping) else {"": model}
-    return ", ".join(type(getattr(each, "_orig_mod", each)).__name__ for each in models.values())
+    return {name: uncompiled(each) for name, each in models.items()}
 
 
 def _unwrapped(site: str) -> str:
