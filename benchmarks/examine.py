@@ -2,6 +2,7 @@
 
     python -m benchmarks.examine            MiniLM at n = 512; the decoder at n = 8192 if its weights are installed
     python -m benchmarks.examine --quick    MiniLM at n = 128, two rounds
+    python -m benchmarks.examine --length 16384    streaming measures of two layers of SmolLM2-135M's shape
 
 With the compiled kernels, if they can be built, and with torch's calls instead, in one run.  Times are processor time
 of all threads and rounds are interleaved, so that a busy machine changes little; medians, spread between quartiles.
@@ -176,6 +177,34 @@ def decoder(n: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return loaded.model, dict(text_input(loaded, None, length=n, texts=1).batches[0])
 
 
+def long_text(n: int, count: int) -> float:
+    """Processor time of forward + streaming measures over that of the forward pass: two causal layers."""
+    from transformers import LlamaConfig, LlamaModel
+
+    from headwise.examination.measure.observe import observe
+
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=n,
+    )
+    model, batch = LlamaModel(config).eval(), {"input_ids": torch.randint(1024, (1, n))}
+    times: dict[str, list[float]] = {"forward": [], "streaming": []}
+    for _ in range(count):
+        start = time.process_time()
+        with torch.no_grad():
+            model(**batch)
+        middle = time.process_time()
+        observe(model, batch, with_spectra=False)
+        times["forward"].append(middle - start)
+        times["streaming"].append(time.process_time() - middle)
+    return min(times["streaming"]) / min(times["forward"])
+
+
 def memory(n: int) -> dict[str, float]:
     def measured(what: str) -> float:
         environment = {**os.environ, "HEADWISE_KERNELS": "build", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
@@ -225,7 +254,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--memory", action="store_true", help="only the decoder's memory at n = 8192")
+    parser.add_argument("--length", type=int, nargs="+", help="only the cost of streaming measures at these lengths")
     options = parser.parse_args()
+    if options.length:
+        for n in options.length:
+            print(
+                f"n = {n}: forward + streaming measures take {long_text(n, 2):.2f} × forward (processor time)",
+                flush=True,
+            )
+        return
     if options.memory:
         print(_memory_line(memory(8192)))
         return

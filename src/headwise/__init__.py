@@ -42,7 +42,7 @@ _NAMES = {
         "window",
     ],
     "headwise.convolution": ["convert"],
-    "headwise.examination": ["Examination", "examine"],
+    "headwise.examination": ["Examination", "compare", "examine"],
     "headwise.examination.monitor": ["Monitor", "MonitorCallback"],
     "headwise.growth": ["Grower"],
     "headwise.ledger": ["Ledger", "verify"],
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from headwise.cost import Cost as Cost
     from headwise.errors import HeadwiseError as HeadwiseError
     from headwise.examination import Examination as Examination
+    from headwise.examination import compare as compare
     from headwise.examination import examine as examine
     from headwise.examination.monitor import Monitor as Monitor
     from headwise.examination.monitor import MonitorCallback as MonitorCallback

@@ -28,7 +28,7 @@ SEEN: dict[str, tuple[int, list[str]]] = {  # heads, and the names of positions
     "dinov2_with_registers": (8, [CLS, *REGISTERS, *PATCHES]),
     "clip": (8, [CLS, *PATCHES]),
     "siglip": (12, PATCHES),  # the last four pool the patches
-    "trocr": (8, []),  # an encoder of images, and a decoder of text whose attention transformers writes out
+    "trocr": (16, []),  # an encoder of images, and a decoder of text whose attention transformers writes out
     "swin": (8, [f"{row},{column}" for row in range(16) for column in range(16)]),
 }
 HEARD: dict[str, tuple[int, list[str]]] = {
@@ -55,9 +55,10 @@ def test_images(name: str, tmp_path: Path) -> None:
     assert facts["excerpt"]["tokens"] == names
     assert facts["inputs"]["words"] == {"item": "image", "items": "images", "unit": "patch", "units": "patches"}
     assert (facts["inputs"]["kind"], facts["inputs"]["texts"]) == ("images", 2)
-    by_hand = [x["name"].rpartition(".")[2] for x in facts["unseen"]]
-    assert by_hand == (["self_attn", "encoder_attn"] if name == "trocr" else [])
-    if name not in ("swin", "trocr"):
+    assert facts["unseen"] == []
+    if name == "trocr":
+        assert [site["kind"] for site in facts["sites"]] == ["self", "self", "self", "cross"]
+    elif name != "swin":
         assert {site["longest"] for site in facts["sites"]} == {len(names)}
 
 
@@ -97,16 +98,14 @@ def test_a_model_with_two_encoders_is_examined_by_what_it_is_given(
     assert read["inputs"]["words"]["unit"] == "token"
 
 
-def test_a_model_that_needs_both_gets_both(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """transformers computes the attention of this one by hand, so it is named, and what cannot help is not advised."""
+def test_a_model_that_needs_both_gets_both(tmp_path: Path) -> None:
     model, images = save("vilt", tmp_path), save_images(tmp_path / "images", 1)
     (batch,) = image_input(load_model(str(model)), images, limit=1).batches
     assert {"input_ids", "pixel_values", "pixel_mask"} <= batch.keys()
-    assert main(["examine", str(model), "--images", str(images), "-o", str(tmp_path / "out")]) == 2
-    message = capsys.readouterr().err
-    assert "ViltSelfAttention" in message
-    assert "written by hand" in message
-    assert "attn_implementation" not in message
+    facts = examined(str(model), "--images", str(images), out=tmp_path / "out")
+    assert len(facts["records"]) == 8
+    assert facts["inputs"]["text"] == "a photograph"
+    assert facts["sites"][0]["longest"] == batch["input_ids"].shape[1] + 17
 
 
 def test_windows_belong_to_their_image(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_table_shows_brackets_and_never_cuts_numbers(capsys: pytest.CaptureFix
     from rich.console import Console
 
     rows = [("a name with [brackets] [/x] that is long enough to be wrapped", "12345678901234567890")]
-    Console(width=50).print(make_table("runs[exp] [/x]", ("name [/x]", "number"), rows, bold=-1))
+    Console(width=50).print(make_table("runs[exp] [/x]", ("name [/x]", "number"), rows, bold=-1, width=50))
     printed = capsys.readouterr().out
     assert "runs[exp] [/x]" in printed
     assert "name [/x]" in printed

@@ -7,16 +7,18 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import headwise
 from headwise.errors import HeadwiseError, InputError, NonFiniteError
-from headwise.examination import Examination, examine
+from headwise.examination import Examination, examine, with_depth
 from headwise.examination.examiner import load_measurements, save_measurements
 from headwise.examination.measure.observe import observe
 from tests.models.tiny_models import ALL, sharpen
+from tests.models.tiny_tokenizer import tokenizer_of, words
 
 
 def texts(count: int, n: int = 40) -> list[dict[str, torch.Tensor]]:
@@ -128,6 +130,129 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
         assert (a["kind"], a["kind_counts"]) == (b["kind"], b["kind_counts"])
         for name, x in a["measures"].items():
             assert b["measures"][name]["mean"] == pytest.approx(x["mean"], rel=1e-6, abs=1e-9), name
+
+
+def test_texts_are_examined_like_the_batches_they_make(bert: torch.nn.Module) -> None:
+    tokenizer, given = tokenizer_of(99), [words(20, 0), words(30, 1)]
+    batches = [{"input_ids": torch.tensor([tokenizer(text)["input_ids"]])} for text in given]
+    found, expected = examine(bert, texts=given, tokenizer=tokenizer), examine(bert, batches)
+    for a, b in zip(found.records, expected.records, strict=True):
+        assert {name: a.measures[name] for name in b.measures} == dict(b.measures)
+        assert "delimiter_mass" in a.measures.keys() - b.measures.keys()  # of texts the tokens are known
+    assert (found.inputs["shortest"], found.inputs["longest"]) == (22, 32)
+    assert found.excerpt["tokens"] == ["[CLS]", *given[0].split(), "[SEP]"]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+def test_padding_changes_no_measure(family: str) -> None:
+    torch.manual_seed(0)
+    model, tokenizer = sharpen(ALL[family]()[0]), tokenizer_of(99)
+    given = [words(12, 0), words(30, 1), words(7, 2)]
+    apart = examine(model, texts=given, tokenizer=tokenizer, spectra_every=1)
+    together = examine(model, texts=given, tokenizer=tokenizer, batch_size=3, spectra_every=1)
+    assert together.inputs["texts"] == 3
+    assert together.inputs["shortest"] == apart.inputs["shortest"] == 9
+    assert together.excerpt["tokens"] == apart.excerpt["tokens"]
+    for a, b in zip(apart.records, together.records, strict=True):
+        for name, statistic in a.measures.items():
+            if not name.endswith("_score"):  # on repeated tokens of the first text of a batch
+                assert b.measures[name].mean == pytest.approx(statistic.mean, rel=1e-3, abs=1e-4, nan_ok=True), name
+        assert b.measures["entropy"].texts == b.measures["effective_rank"].texts == 3
+
+
+def test_texts_are_cut_to_the_length_or_to_the_positions(bert: torch.nn.Module) -> None:
+    tokenizer = tokenizer_of(99)
+    assert examine(bert, texts=[words(60, 0)], tokenizer=tokenizer, length=16).inputs["longest"] == 16
+    gpt2 = ALL["gpt2"]()[0]  # 64 positions
+    assert examine(gpt2, texts=[words(90, 0)], tokenizer=tokenizer).inputs["longest"] == 64
+    with pytest.raises(InputError, match="GPT2Model has 64 positions, but length is 65; use at most 64"):
+        examine(gpt2, texts=[words(90, 0)], tokenizer=tokenizer, length=65)
+
+
+def test_an_excerpt_of_your_own_is_pictured_and_not_measured(bert: torch.nn.Module) -> None:
+    tokenizer, given = tokenizer_of(99), [words(20, 0)]
+    found = examine(bert, texts=given, tokenizer=tokenizer, excerpt="w7 w8 w7 w8")
+    assert found.excerpt["tokens"] == ["[CLS]", "w7", "w8", "w7", "w8", "[SEP]"]
+    assert found.excerpt["sites"][0]["keys"] == 6
+    assert found.inputs["longest"] == 22
+    assert found.records[0].measures == examine(bert, texts=given, tokenizer=tokenizer).records[0].measures
+    batch = {"input_ids": torch.arange(9)[None]}
+    assert examine(bert, texts(1), excerpt=batch).excerpt["sites"][0]["keys"] == 9
+    assert examine(bert, texts(1), excerpt="w3 w4 w5", tokenizer=tokenizer).excerpt["sites"][0]["keys"] == 5
+    with pytest.raises(InputError, match="an excerpt that is a text needs tokenizer="):
+        examine(bert, texts(1), excerpt="w3 w4 w5")
+
+
+def test_importance_and_lengths_are_one_keyword_each(bert: torch.nn.Module) -> None:
+    given = {"texts": [words(30, 0), words(30, 1)], "tokenizer": tokenizer_of(99)}
+    found = examine(bert, **given, importance=True, lengths=[8, 16])
+    assert found.by_length["lengths"] == [8, 16, 32]
+    assert found.by_length["kinds"]["8"] == [r.kind for r in examine(bert, **given, length=8).records]
+    assert found.rows()[0]["kind_at_8"] == found.by_length["kinds"]["8"][0]
+    importance = [record.measures["importance"] for record in found.records]
+    assert all(x.texts == 2 and x.mean > 0 for x in importance)
+    batches = texts(2)
+    by_generator, by_list = (examine(bert, made, importance=True) for made in (iter(batches), batches))
+    assert by_generator.to_json() == by_list.to_json()
+    with pytest.raises(InputError, match=r"lengths cuts texts=.*; for batches call headwise.examination.with_lengths"):
+        examine(bert, batches, lengths=[8])
+
+
+def test_ablations_are_one_keyword(bert: torch.nn.Module) -> None:
+    batches = texts(2)
+    found = examine(bert, iter(batches), ablations=True)
+    assert found.ablations["supported"]
+    assert found.ablations == with_depth(examine(bert, batches), bert, batches[0]).ablations
+    assert examine(bert, batches).ablations == {}
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ({}, "give either batches or texts=.*, but neither was given"),
+        ({"batches": [torch.zeros(1, 3)], "texts": ["w3 w4"]}, "but both was given"),
+        ({"texts": ["w3 w4 w5 w6"]}, "texts need a tokenizer: pass tokenizer=AutoTokenizer"),
+        ({"texts": "w3 w4", "tokenizer": 1}, "texts is a str; give a list of strings"),
+        ({"texts": [], "tokenizer": 1}, "texts is empty"),
+        ({"texts": ["w3", 7], "tokenizer": 1}, r"texts\[1\] is a int; give strings"),
+        ({"texts": ["w3 w4"], "tokenizer": 1}, "tokenizer is a int, which cannot be called"),
+        ({"texts": ["w3 w4 w5"], "tokenizer": len}, r"the tokenizer cannot read texts\[0\]: TypeError"),
+        ({"texts": ["w3"], "tokenizer": "ours"}, r"texts\[0\] has 3 tokens; attention needs at least 4"),
+        ({"texts": ["w3 w4 w5"], "tokenizer": "larger"}, "made token 150, but BertModel has a vocabulary of 99"),
+        ({"texts": ["w3 w4 w5"], "tokenizer": "ours", "batch_size": 0}, "batch_size is 0; it must be a whole number"),
+        ({"batches": ["w3 w4"]}, r"batches holds strings; give texts as texts=\[…\], with tokenizer="),
+        ({"batches": {"input_ids": torch.zeros(1, 3)}}, "batches is one dict; give a list of batches"),
+        ({"batches": torch.zeros(1, 3)}, "batches is one Tensor; give a list of batches"),
+        ({"batches": 7}, "batches is a int; give a list of batches"),
+        ({"batches": [torch.zeros(1, 3)], "length": 7}, "tokenizer, length and batch_size are for texts"),
+    ],
+)
+def test_wrong_arguments_are_named(bert: torch.nn.Module, arguments: dict[str, Any], expected: str) -> None:
+    made = {"ours": lambda: tokenizer_of(99), "larger": lambda: tokenizer_of(151)}
+    tokenizer = arguments.get("tokenizer")
+    if isinstance(tokenizer, str):
+        arguments = {**arguments, "tokenizer": made[tokenizer]()}
+    if tokenizer == "larger":
+        arguments["texts"] = ["w3 w4 w150"]
+    with pytest.raises(InputError, match=expected):
+        examine(bert, **arguments)
+
+
+def test_a_model_by_name_must_be_loaded_first() -> None:
+    with pytest.raises(InputError, match=r"model is the string 'minilm'; load it first: headwise.models.load_model"):
+        examine("minilm", texts(1))
+    with pytest.raises(InputError, match="model is a function; give a torch module"):
+        examine(lambda x: x, texts(1))
+
+
+def test_half_precision_and_a_batch_of_one(bert: torch.nn.Module) -> None:
+    batches = texts(1)
+    exact = examine(bert, batches)
+    for dtype in (torch.float16, torch.bfloat16):
+        half = examine(sharpen(ALL["bert"]()[0]).to(dtype), batches, ablations=True)
+        assert half.model["dtype"] == str(dtype).removeprefix("torch.")
+        json.dumps(half.to_dict(), allow_nan=False)
+        assert len(half.records) == len(exact.records)
 
 
 def test_bad_input_raises(bert: torch.nn.Module) -> None:

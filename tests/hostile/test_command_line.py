@@ -271,7 +271,7 @@ def test_command_lines(
         assert code in (0, 1, 2), (argv, printed.err)
         assert "Traceback" not in printed.err
         if code == 2:
-            assert printed.out == ""
+            assert printed.out == "", printed.err
             assert printed.err.splitlines()[-1].startswith(f"headwise {words[0]}: ")
         elif "--json" in argv and "--help" not in argv and "-h" not in argv:
             json.loads(printed.out, parse_constant=pytest.fail)

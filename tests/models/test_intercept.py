@@ -113,15 +113,23 @@ def test_interception_does_not_touch_the_model() -> None:
         assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # in that model's own source
-def test_hand_written_attention_is_named_not_reported_empty() -> None:
-    from transformers import DebertaV2Config, DebertaV2Model
+def test_attention_that_is_not_recognised_is_named_not_reported_empty() -> None:
+    """What transformers has no other implementation of is not advised."""
+    from transformers import LongformerConfig, LongformerModel
 
-    config = DebertaV2Config(
-        vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    config = LongformerConfig(
+        vocab_size=99,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        attention_window=4,
     )
-    with pytest.raises(InterceptionError, match=r"DebertaV2Attention.*is written by hand.*headwise.models"):
-        observe(DebertaV2Model(config).eval(), {"input_ids": torch.randint(99, (1, 9))})
+    with pytest.raises(
+        InterceptionError, match=r"LongformerSelfAttention.*is written by hand.*headwise.models"
+    ) as error:
+        observe(LongformerModel(config).eval(), {"input_ids": torch.randint(99, (1, 8))})
+    assert "attn_implementation" not in str(error.value)
 
 
 def test_the_documented_one_line_wrapper_makes_it_visible() -> None:

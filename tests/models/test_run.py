@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import headwise
 from headwise.errors import InputError
-from headwise.models.run import OwnHook, as_it_was, first_sequence, run_model
+from headwise.models.run import OwnHook, as_it_was, blocks_of, first_sequence, run_model
 from tests.models.tiny_models import bert
 
 
@@ -26,12 +26,18 @@ def test_as_it_was_restores_every_module() -> None:
     assert [module.training for module in model.modules()] == [True, True, False]
 
 
+class Attend(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(input[:, None], input[:, None], input[:, None])
+
+
 @pytest.mark.parametrize("kind", ["keywords", "positions", "tensor"])
 def test_the_first_sequence_of_every_form_of_batch(kind: str) -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 4, 2)
     batch = {"keywords": {"input": x}, "positions": [x], "tensor": x}[kind]
-    out = run_model(nn.Identity(), first_sequence(batch, torch.float64))
-    torch.testing.assert_close(out, x[:1].double())
+    model = Attend()
+    out = run_model(model, first_sequence(model, batch, torch.float64))
+    torch.testing.assert_close(out, model(x.double())[:1])
 
 
 BAD_BATCHES = {
@@ -79,3 +85,24 @@ def test_a_hook_that_an_interrupt_left_is_removed() -> None:
         interrupted()
     assert [*model[0]._forward_hooks] == [theirs.id]
     assert not model[0]._forward_hooks_with_kwargs
+
+
+def layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(layer(), 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [
+        (nn.Sequential(nn.Linear(8, 8), encoder(), nn.Linear(8, 8)), ["1.layers.0", "1.layers.1"]),
+        (nn.Sequential(nn.Linear(8, 8), layer(), layer(), nn.Linear(8, 8)), ["1", "2"]),
+        (nn.Sequential(nn.Linear(8, 8), layer()), ["1"]),
+        (nn.Sequential(encoder(), encoder()), ["0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1"]),
+    ],
+)
+def test_a_sequence_of_parts_does_not_hide_blocks(model: nn.Module, blocks: list[str]) -> None:
+    assert list(blocks_of(model)) == blocks

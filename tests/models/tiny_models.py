@@ -37,6 +37,22 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
     return LlamaModel(config), {"input_ids": torch.randint(99, (1, 40))}
 
 
+def albert() -> tuple[nn.Module, dict[str, Tensor]]:
+    """One layer of weights, used four times."""
+    from transformers import AlbertConfig, AlbertModel
+
+    config = AlbertConfig(
+        vocab_size=99,
+        embedding_size=16,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=48,
+        initializer_range=0.2,
+    )
+    return AlbertModel(config), {"input_ids": torch.randint(99, (1, 40))}
+
+
 def vit() -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import ViTConfig, ViTModel
 
@@ -91,7 +107,7 @@ def torch_encoder() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"src": torch.randn(1, 40, 32)}
 
 
-TRANSFORMERS: dict[str, Callable] = {f.__name__: f for f in (bert, gpt2, llama, vit, t5, whisper)}
+TRANSFORMERS: dict[str, Callable] = {f.__name__: f for f in (bert, gpt2, llama, albert, vit, t5, whisper)}
 ALL: dict[str, Callable] = {**TRANSFORMERS, "torch_encoder": torch_encoder}
 
 

@@ -15,7 +15,7 @@ from tests.replacement.install.test_transformers_models import explicit_weights,
 from tests.replacement.plans import SMALL, plan_for
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip(SAMPLES["minilm"][1])
+pytest.importorskip(SAMPLES["minilm"].module)
 
 TEXTS = [
     "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and "

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
+import sys
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwise.cli import options as shared
 from headwise.cli.progress import bar
-from headwise.cli.tables import print_table
-from headwise.errors import check_extra
+from headwise.cli.tables import print_table, print_text
+from headwise.errors import InputError, check_extra
 from headwise.output_directory import PARTIAL, OutputDirectory
 from headwise.outputs import json_text
 
 if TYPE_CHECKING:
     from headwise.examination.record import Examination, Record
+    from headwise.models.inputs import Inputs
+    from headwise.models.load import LoadedModel
+    from headwise.models.run import Batch
 
 
 def run(argv: list[str]) -> int:
@@ -35,6 +41,7 @@ def run(argv: list[str]) -> int:
     ) as out:
         examination = _examine(options, out.partial, command, processes)
         files = write_report(examination, out)
+    warn_unseen(examination)
     if options.json:
         print(json_text({"report": str(files[0]), "json": str(files[1]), **examination.to_dict()}))
     else:
@@ -45,40 +52,55 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = shared.Parser(
         prog="headwise examine",
-        description="What every head of a model is doing: one HTML page, one JSON file, figures, and a table.",
+        description="What every head of a model is doing: advice, a table, one HTML page, one JSON file, and figures.",
         epilog="Several processes share the work: torchrun --nproc-per-node N -m headwise examine …",
     )
     shared.add_model(parser)
     shared.add_inputs(parser, texts=16)
     shared.add_output(parser, default="headwise-report", help="directory of the report")
     texts, batches, megabytes = (shared.whole_number(least, 1_000_000) for least in (1, 0, 1))
-    parser.add_argument("--batch", type=texts, default=1, metavar="B", help="texts in one forward pass (default: 1)")
-    parser.add_argument(
+    more = parser.add_argument_group("what is measured and shown")
+    more.add_argument(
+        "--importance", action="store_true", help="how much the answer changes without each head; takes longer"
+    )
+    lengths = "also the kind of each head on the same texts cut to each of these lengths"
+    tokens = shared.whole_number(*shared.TOKENS)
+    more.add_argument("--lengths", nargs="+", type=tokens, default=[], metavar="N", help=lengths)
+    more.add_argument(
+        "--excerpt", type=shared.nonempty, metavar="TEXT", help="text in the pictures of attention (default: the first)"
+    )
+    more.add_argument("--no-ablations", action="store_true", help="leave out collapse curves and path lengths")
+    more.add_argument(
         "--spectra-every",
         type=batches,
         default=8,
         metavar="K",
         help="spectra on every K-th batch; 0: none (default: 8)",
     )
+    parser.add_argument("--batch", type=texts, default=1, metavar="B", help="texts in one forward pass (default: 1)")
     parser.add_argument("--memory", type=megabytes, metavar="MB", help="megabytes that blocks of P may take")
     shared.add_seed(parser)
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     shared.add_force(parser)
-    parser.add_argument("--no-ablations", action="store_true", help="leave out collapse curves and path lengths")
     shared.add_json(parser)
     return parser
 
 
 def _examine(options: argparse.Namespace, partial: Path, command: str, processes: int) -> Examination:
-    from headwise.examination import examine, with_depth
+    from headwise.examination import examine, with_depth, with_importance, with_lengths
+    from headwise.models.tokenized import shortened
 
     loaded = shared.load(options)
     inputs = shared.make_inputs(options, loaded)
+    tokenizer = _tokenizer(options, loaded, inputs)
+    lengths = _lengths(options, inputs)
+    cut: dict[int, list[Batch]] = {n: [shortened(batch, n, tokenizer) for batch in inputs.batches] for n in lengths}
     if processes > 1:
         import torch.distributed as dist
 
         dist.barrier()  # the first process has taken the lock and removed partial results of an earlier run
-    with bar("measuring heads", len(inputs.batches), quiet=shared.is_quiet(options)) as advance:
+    quiet = shared.is_quiet(options)
+    with bar("measuring heads", len(inputs.batches), quiet=quiet) as advance:
         examination = examine(
             loaded.model,
             inputs.batches,
@@ -86,16 +108,49 @@ def _examine(options: argparse.Namespace, partial: Path, command: str, processes
             inputs=inputs.description,
             provenance={"command": command},
             token_names=inputs.token_names,
+            excerpt=options.excerpt,
+            tokenizer=tokenizer if options.excerpt else None,
             spectra_every=options.spectra_every,
             block_bytes=None if options.memory is None else options.memory << 20,
             seed=options.seed,
             partial_results=partial,
             progress=advance,
         )
-    if options.no_ablations:
-        return examination
-    with bar("switching skips and MLPs off", None, quiet=shared.is_quiet(options)):
-        return with_depth(examination, loaded.model, inputs.batches[0])
+    if options.importance:
+        passes = len(examination.records) * len(inputs.batches)
+        with bar("replacing each head by its mean", passes, quiet=quiet) as advance:
+            examination = with_importance(examination, loaded.model, inputs.batches, progress=advance)
+    if cut:
+        with bar("judging kinds at other lengths", sum(map(len, cut.values())), quiet=quiet) as advance:
+            names = inputs.token_names
+            examination = with_lengths(examination, loaded.model, cut, token_names=names, progress=advance)
+    if not options.no_ablations:
+        with bar("switching skips and MLPs off", None, quiet=quiet):
+            examination = with_depth(examination, loaded.model, inputs.batches[0])
+    return examination
+
+
+def _tokenizer(options: argparse.Namespace, loaded: LoadedModel, inputs: Inputs) -> Any:
+    """The tokenizer of the model, if --excerpt or --lengths needs it."""
+    needed = "--excerpt" if options.excerpt else "--lengths" if options.lengths else None
+    if needed is None or (needed == "--lengths" and inputs.description["kind"] == "random tokens"):
+        return None
+    if inputs.description["kind"] not in ("text", "random tokens"):
+        raise InputError(f"{needed} is for texts, but these inputs are {inputs.description['kind']}; leave it out")
+    from headwise.models.inputs import tokenizer_of
+
+    return tokenizer_of(loaded)
+
+
+def _lengths(options: argparse.Namespace, inputs: Inputs) -> list[int]:
+    longest = inputs.description.get("length")
+    for length in options.lengths:
+        if longest is not None and length > longest:
+            raise InputError(
+                f"--lengths {length} is more than the {longest} tokens of the texts; use at most {longest}, or pass "
+                f"--length {length}"
+            )
+    return sorted({*options.lengths} - {longest})
 
 
 def _join_processes() -> tuple[int, int]:
@@ -111,30 +166,77 @@ def _join_processes() -> tuple[int, int]:
 
 
 def _print(examination: Examination, files: list[Path]) -> None:
+    """What to do, then what was seen, then the table."""
+    print(f"{examination.model['name']}: {len(examination.records)} heads, {examination.inputs_in_words()}")
+    if examination.advice:
+        print("\nWhat to do")
+    for number, advice in enumerate(examination.advice, start=1):
+        print_text(advice["text"], indent="    ", first=f"{number:>2}. ")
+        if advice.get("command"):
+            print(f"    $ {advice['command']}")  # in one line, to be copied
+    print("\nWhat was seen")
+    for sentence in examination.headline:
+        print_text(sentence, indent="    ", first="  · ")
+    print()
+    _print_heads(examination)
+    if examination.by_length:
+        print()
+        _print_lengths(examination)
+    for what, part in (("collapse curves", examination.ablations), ("path lengths", examination.paths)):
+        if part.get("why"):
+            print_text(f"{what} were not measured: {part['why']}")
+    print(f"\npage  {files[0]}\njson  {files[1]}")
+
+
+def _print_heads(examination: Examination) -> None:
     from headwise.examination import unusual_heads
 
-    print(examination.model["name"], *examination.headline, sep="\n")
+    has_importance = any("importance" in record.measures for record in examination.records)
+    if has_importance:
+        chosen = sorted(examination.records, key=lambda record: -_importance(record))[:10]
+        title = f"The {len(chosen)} heads that matter most"
+    else:
+        chosen = unusual_heads(examination.records)
+        title = f"The {len(chosen)} most unusual heads"
     short = short_names([site["name"] for site in examination.sites])
     rows = [
         (
             short[record.site],
             str(record.head),
+            *([_mean(record, "importance", ".2g")] if has_importance else []),
             f"{record.kind} {record.kind_counts[record.kind]}/{record.judged}",
             _mean(record, "effective_rank", ".0f"),
-            _mean(record, "output_error_64", ".1%"),
-            record.description,
+            record.description + (f"; also {', '.join(record.traits)}" if record.traits else ""),
         )
-        for record in unusual_heads(examination.records)
+        for record in chosen
     ]
-    headings = ("layer", "head", "kind", "eff. rank", "rank-64 error", "description")
-    title = f"The {len(rows)} most unusual heads"
-    print_table(title, headings, rows, words=("layer", "kind", "description"))
-    spectra = f"{examination.inputs['spectra_texts']} of {examination.inputs['texts']} texts have spectra"
-    print(f"2/3 after a kind: on 2 of the 3 texts that could be judged; {spectra}, for ranks and errors")
-    for what, part in (("collapse curves", examination.ablations), ("path lengths", examination.paths)):
-        if part.get("why"):
-            print(f"{what} were not measured: {part['why']}")
-    print(f"report  {files[0]}\njson    {files[1]}")
+    importance = ["importance"] if has_importance else []
+    headings = ("layer", "head", *importance, "kind", "effective rank", "what it does")
+    print_table(title, headings, rows, words=("layer", "kind", "what it does"))
+    items, counts = examination.words["items"], examination.inputs
+    print_text(
+        f"2/3 after a kind: on 2 of the 3 {items} that could be judged; {counts['spectra_texts']} of {counts['texts']} "
+        f"{items} have spectra, for ranks"
+    )
+    if has_importance:
+        unit = next(measure["unit"] for measure in examination.measures if measure["name"] == "importance")
+        print_text(f"importance: change of the answer ({unit}) if the head's output is replaced by its mean")
+
+
+def _print_lengths(examination: Examination) -> None:
+    lengths, kinds = examination.by_length["lengths"], examination.by_length["kinds"]
+    counts = [Counter(kinds[str(length)]) for length in lengths]
+    names = sorted({kind for count in counts for kind in count}, key=lambda kind: -counts[-1][kind])
+    rows = [(kind, *(str(count[kind] or "–") for count in counts)) for kind in names]
+    print_table(f"Heads of each kind, by length in {examination.words['units']}", ("kind", *map(str, lengths)), rows)
+
+
+def warn_unseen(examination: Examination) -> None:
+    """On standard error: attention of the model that no number is about."""
+    if examination.unseen:
+        print("warning: what looks like attention and was not measured:", file=sys.stderr)
+    for module in examination.unseen:
+        print(f"  {module['name']} ({module['class']}): {module['why']}", file=sys.stderr)
 
 
 def short_names(names: list[str]) -> list[str]:
@@ -149,4 +251,9 @@ def short_names(names: list[str]) -> list[str]:
 
 def _mean(record: Record, measure: str, form: str) -> str:
     statistic = record.measures.get(measure)
-    return "–" if statistic is None else format(statistic.mean, form)
+    return "–" if statistic is None or not math.isfinite(statistic.mean) else format(statistic.mean, form)
+
+
+def _importance(record: Record) -> float:
+    mean = record.measures["importance"].mean
+    return mean if math.isfinite(mean) else -math.inf

@@ -108,7 +108,7 @@ def _table(snapshots: Sequence[Snapshot]) -> Table:
     headings = ["step", "loss", "parameters", "widths", "bottleneck (validated)", "growth"]
     rows = []
     for s in snapshots:
-        widths = "  ".join(" ".join(map(str, w)) for w in s.widths.values())
+        widths = "\n".join(" ".join(map(str, w)) for w in s.widths.values())  # a line a layer
         scores = " ".join(f"{x.validated:.2g}" for x in sorted(s.scores, key=lambda x: (x.layer, x.head)))
         rows.append([str(s.step), f"{s.loss:.4f}", str(s.parameters), widths, scores, _outcome(s)])
     return make_table("Key widths over training", headings, rows, words=headings[3:])

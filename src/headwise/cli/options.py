@@ -255,7 +255,7 @@ def make_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
 
 def _made_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     from headwise.models.factory import take_batches
-    from headwise.models.inputs import TEXT_WORDS, Inputs, random_tokens, text_input
+    from headwise.models.inputs import Inputs, random_tokens, text_input
 
     given: dict[str, Any] = vars(options)
     sources = [name for name in ("text", "images", "audio", "random_tokens") if given.get(name) is not None]
@@ -263,7 +263,7 @@ def _made_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
     if loaded.batches is not None:
         _refuse_unused(given, [*sources, *length], "the factory returned batches of its own")
         batches = take_batches(str(loaded.source), loaded.batches, options.texts)
-        return Inputs(batches, None, {"kind": "the factory's own batches", "words": TEXT_WORDS})
+        return Inputs(batches, None, {"kind": "the factory's own batches"})
     if sources not in ([], ["text"]):
         _refuse_unused(given, length, f"--{sources[0].replace('_', '-')} is given")
     if given.get("images") is not None:

@@ -117,7 +117,7 @@ def _plan(options: argparse.Namespace, partial: Path, command: str) -> Plan:
 
 
 def _print(plan: Plan, files: list[Path]) -> None:
-    from headwise.cli.tables import print_table
+    from headwise.cli.tables import print_table, print_text
 
     headings = ("tolerance", f"cost at {plan.length}", "at 4096", "drift", "on test", "best single operator")
     rows: list[tuple[str, ...]] = []
@@ -138,12 +138,14 @@ def _print(plan: Plan, files: list[Path]) -> None:
             )
         )
         last = point
+    ratio = plan.timing["ratio"]
+    print_text(f"Attention takes {ratio:.0%} of the time of softmax attention at {plan.length} on this machine.")
+    if ratio > 1 and plan.provenance["objective"] != "seconds":
+        print_text(
+            "Fewer multiply-adds need not be faster on short sequences; --objective seconds minimises measured time."
+        )
     title = f"{plan.model['name']}: attention cost against drift"
     print_table(title, headings, rows, words=headings[-1:], no_wrap=headings, bold=bold)
-    ratio = plan.timing["ratio"]
-    print(f"Attention takes {ratio:.0%} of the time of softmax attention at {plan.length} on this machine.")
-    if ratio > 1 and plan.provenance["objective"] != "seconds":
-        print("Fewer multiply-adds need not be faster on short sequences; --objective seconds minimises measured time.")
     if chosen is not None and chosen.drift > plan.tolerance:
         print(f"On the test texts the drift is {chosen.drift:.4f}, above the tolerance of {plan.tolerance:g}.")
     for site, why in plan.skipped.items():

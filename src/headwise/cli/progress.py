@@ -1,27 +1,61 @@
-"""Progress bars on standard error; silent when it is not a terminal."""
+"""Progress on standard error, with the time left: bars on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+
+SOON, OFTEN = 2.0, 10.0
+"""Where standard error is not a terminal: seconds before the first line, and between two lines."""
 
 
 @contextmanager
 def bar(what: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """`advance(done)` moves the bar; without a total a spinner is shown."""
-    if quiet or not sys.stderr.isatty():
+    """`advance(done)` moves the bar; without a total a spinner is shown, on a terminal only."""
+    if quiet:
         yield lambda done: None
+        return
+    if not sys.stderr.isatty():
+        yield lines(what, total)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
     columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
     if total is not None:
-        columns += [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        columns += [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left")]
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+def lines(what: str, total: int | None, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:
+    """`advance(done)` writes such as "measuring heads: 3 of 16, about 20 s left", if it takes over two seconds."""
+    start, next_line = clock(), SOON
+
+    def advance(done: int) -> None:
+        nonlocal next_line
+        seconds = clock() - start
+        if total is None or not 0 < done < total or seconds < next_line:
+            return
+        next_line = seconds + OFTEN
+        left = in_words(seconds * (total - done) / done)
+        print(f"{what}: {done} of {total}, about {left} left", file=sys.stderr, flush=True)
+
+    return advance
+
+
+def in_words(seconds: float) -> str:
+    """
+    >>> in_words(7.4), in_words(200), in_words(4000)
+    ('7 s', '3 min', '1 h 7 min')
+    """
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 @contextmanager

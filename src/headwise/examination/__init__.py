@@ -6,7 +6,7 @@ A measure of your own is one function, see `register_measure`.
 from __future__ import annotations
 
 from headwise.examination.advice import with_advice
-from headwise.examination.comparison import ExaminationComparison, HeadDifference, compare_examinations, read_report
+from headwise.examination.comparison import ExaminationComparison, HeadDifference, compare, compare_examinations
 from headwise.examination.examiner import examine
 from headwise.examination.lengths import with_lengths
 from headwise.examination.measure.depth import with_depth
@@ -19,6 +19,7 @@ from headwise.examination.record import Examination, Mode, Record, Statistic
 from headwise.examination.report.comparison_page import comparison_page, write_comparison
 from headwise.examination.report.notebook import notebook_html
 from headwise.examination.report.page import add_plan, report_page, write_report
+from headwise.examination.report_file import read_report
 from headwise.examination.summary import unusual_heads
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Record",
     "Statistic",
     "add_plan",
+    "compare",
     "compare_examinations",
     "comparison_page",
     "examine",

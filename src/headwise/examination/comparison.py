@@ -19,89 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import InputError
-from headwise.examination.record import SCHEMA
-from headwise.reading import (
-    anything,
-    boolean,
-    fields,
-    list_of,
-    map_of,
-    nullable,
-    number,
-    read_json,
-    string,
-    version,
-    whole,
-)
-
-_VALUE = number(-1e40, 1e40)  # larger than any float32, and its fourth power is a float
-_MEASURED = nullable(_VALUE)
-_MAYBE = nullable(string())
-_STATISTIC = fields({**dict.fromkeys(("mean", "std", "min", "max"), _MEASURED), "texts": whole(0)}, more=True)
-_MODE = fields({"value": _MEASURED, "count": whole(0), "texts": whole(0)}, more=True)
-_SITE = fields(
-    {"name": string(), "causal": boolean, "heads": whole(1), "shortest": whole(0), "longest": whole(0)}, more=True
-)
-_RECORD = fields(
-    {
-        "site": whole(0),
-        "layer": string(),
-        "head": whole(0),
-        "kind": string(),
-        "description": string(),
-        "evidence": map_of(_MEASURED),
-        "evidence_texts": whole(0),
-        "judged": whole(0),
-        "kind_counts": map_of(whole(0)),
-        "stability": _MEASURED,
-        "measures": map_of(_STATISTIC),
-        "modes": map_of(_MODE),
-        "by_text": map_of(list_of(_MEASURED)),
-        "profile": list_of(_MEASURED),
-        "spectrum": list_of(_MEASURED),
-    },
-    {"traits": list_of(string())},
-    more=True,
-)
-_LAYERS = {
-    "names": list_of(string()),
-    **dict.fromkeys(("relative_residual", "difference", "mean_cosine", "norm"), list_of(_MEASURED)),
-}
-_ADVICE = fields(
-    {"topic": string(), "text": string(), "heads": list_of(list_of(whole(0)))}, {"command": _MAYBE}, more=True
-)
-_UNSEEN = fields({"name": string()}, {"class": _MAYBE, "why": _MAYBE}, more=True)
-REPORT_FILE = fields(
-    {
-        "schema": version(SCHEMA, "examine the model again"),
-        "model": fields({"name": string(), "class": string(), "dtype": string(), "parameters": whole(0)}, more=True),
-        "inputs": fields(
-            {
-                "texts": whole(0),
-                "spectra_texts": whole(0),
-                "shortest": whole(0),
-                "longest": whole(0),
-                "spectra_exact": nullable(boolean),
-            },
-            {"kind": _MAYBE, "source": nullable(list_of(string())), "digest": _MAYBE},
-            more=True,
-        ),
-        "measures": list_of(fields({"name": string(), "compared": boolean}, more=True)),
-        "sites": list_of(_SITE),
-        "records": list_of(_RECORD, empty=False),
-        "layers": fields({}, _LAYERS, more=True),
-        "redundancy": list_of(list_of(_MEASURED)),
-        "headline": list_of(string()),
-        "provenance": map_of(anything),
-    },
-    {
-        **dict.fromkeys(("ablations", "paths", "excerpt", "by_length"), map_of(anything)),
-        "advice": list_of(_ADVICE),
-        "unseen": list_of(_UNSEEN),
-    },
-    more=True,
-)
-"""report.json, as far as it is read; docs/reference/report-json.md describes all of it."""
+from headwise.examination.record import Examination
+from headwise.examination.report_file import read_report
 
 
 @dataclass(frozen=True)
@@ -137,20 +56,23 @@ class ExaminationComparison:
     residual_a: list[float]
     residual_b: list[float]
 
+    def __repr__(self) -> str:
+        """One line; `heads` has the rest."""
+        changed = f"{self.kinds_changed} of {len(self.heads)} heads changed kind"
+        head = self.heads[0]
+        most = f"{head.measure} of {head.layer}, head {head.head}: {head.a:.3g} to {head.b:.3g}"
+        return f"ExaminationComparison({self.a} against {self.b}: {changed}; farthest moved: {most})"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """report.json of a directory, or the file itself."""
-    file = path / "report.json" if path.is_dir() else path
-    facts = read_json(file, REPORT_FILE, "a report.json that `headwise examine` wrote, or its directory")
-    for index, record in enumerate(facts["records"]):
-        if record["site"] >= len(facts["sites"]):
-            raise InputError(
-                f"{file}: records/{index}/site is {record['site']}, but there are {len(facts['sites'])} sites"
-            )
-    return facts
+def compare(a: Examination | str | Path, b: Examination | str | Path) -> ExaminationComparison:
+    """Every head of A against the same head of B, the farthest moved first; each is an examination or its directory.
+
+    Examine both on the same texts: then measures are compared text by text, which shows smaller changes.
+    """
+    return compare_examinations(_facts(a), _facts(b))
 
 
 def measure_changes(a: dict[str, Any], b: dict[str, Any]) -> list[HeadDifference]:
@@ -197,6 +119,17 @@ def compare_examinations(a: dict[str, Any], b: dict[str, Any]) -> ExaminationCom
         a["layers"].get("relative_residual", []),
         b["layers"].get("relative_residual", []),
     )
+
+
+def _facts(given: Examination | str | Path) -> dict[str, Any]:
+    if isinstance(given, Examination):
+        return given.to_dict()
+    if not isinstance(given, str | Path):
+        raise InputError(
+            f"compare takes examinations or their directories, but was given a {type(given).__name__}; examine the "
+            "model first"
+        )
+    return read_report(Path(given))
 
 
 def normal_deviate(t: float, degrees: float) -> float:

@@ -1,4 +1,4 @@
-"""Examine a model over many batches: streaming, resumable, and over several processes with the same result."""
+"""Examine a model over texts or batches: streaming, resumable, and over several processes with the same result."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from headwise import outputs
 from headwise.errors import InputError
 from headwise.examination.advice import with_advice
+from headwise.examination.measure.depth import with_depth
 from headwise.examination.measure.head_measures import MEASURES
+from headwise.examination.measure.importance import with_importance
 from headwise.examination.measure.observe import ExaminedSite, Measurement, observe
 from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, versions, weights_hash
+from headwise.models.inputs import words_of
 from headwise.models.intercept import uncompiled
 from headwise.models.partial_files import load_partial, log_damaged, save_partial
 from headwise.models.run import Batch, as_it_was, check_batch, first_sequence
+from headwise.models.tokenized import tokenized
 from headwise.models.unseen import unseen_attention
-from headwise.operators._kernels import limits
+from headwise.operators._kernels import limits, native
 
 SPECTRA_EVERY = 8
 """A spectrum takes about ten forward passes at 512 tokens; on every eighth batch it takes about one per batch."""
@@ -32,24 +36,43 @@ SPECTRA_EVERY = 8
 
 def examine(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[Batch] | None = None,
     *,
+    texts: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    length: int | None = None,
+    batch_size: int = 1,
     name: str | None = None,
     inputs: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
     token_names: Callable[[Batch], list[list[str]]] | None = None,
+    excerpt: str | Batch | None = None,
+    ablations: bool = False,
+    importance: bool = False,
+    lengths: Sequence[int] = (),
     spectra_every: int = SPECTRA_EVERY,
     block_bytes: int | None = None,
     seed: int = 0,
     partial_results: Path | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Examination:
-    """Measure every head of `model` over `batches`: keyword tensors, a sequence of tensors, or one tensor each.
+    """Measure every head of `model` over `texts`, or over `batches` of what it takes.
 
+        headwise.examine(model, texts=["Call me Ishmael. …"], tokenizer=tokenizer)
+        headwise.examine(model, [{"pixel_values": images}, …])
+
+    batches          a dict of keyword tensors, a sequence of tensors, or one tensor each
+    texts            strings, which `tokenizer` (of transformers) turns into batches
+    length           tokens to which texts are cut; default: the number of positions of the model
+    batch_size       texts in one batch; shorter ones are padded, and padding is left out of every measure
     name             name of the model in the report; default: its class
     inputs           where the batches came from, for the report
     provenance       such as the command, for the report
     token_names      strings for the positions of each sequence of a batch, for the excerpt and to tell delimiters
+    excerpt          what the pictures of attention show: a text (with `tokenizer`) or a batch; default: the first input
+    ablations        also measure collapse curves and path lengths on the first input, in float64 (see `with_depth`)
+    importance       also measure how much the answer changes without each head (see `with_importance`)
+    lengths          also judge the kinds on the texts cut to each of these lengths (see `with_lengths`)
     spectra_every    spectra are measured on batches 0, spectra_every, 2 spectra_every ...; 0: never
     block_bytes      memory that blocks of P may take; the default fits into the cache
     partial_results  a directory that keeps the result of each batch; an interrupted run resumes from it
@@ -57,16 +80,33 @@ def examine(
 
     If torch.distributed is initialised, the processes share the batches and each returns the whole result.
     """
+    check_model(model)
     model = uncompiled(model)
+    cut: dict[int, list[Batch]] = {}
+    if texts is not None or batches is None:
+        if batches is not None or texts is None:
+            given = "both" if batches is not None else "neither"
+            raise InputError(f"give either batches or texts=[…] with tokenizer=…, but {given} was given")
+        made = tokenized(model, texts, tokenizer, length=length, batch_size=batch_size)
+        batches, token_names = made.batches, token_names or made.token_names
+        inputs = {**made.description, **(inputs or {})}
+        cut = {n: list(tokenized(model, texts, tokenizer, length=n, batch_size=batch_size).batches) for n in lengths}
+    elif lengths:
+        raise InputError("lengths cuts texts=[…]; for batches call headwise.examination.with_lengths")
+    elif length is not None or batch_size != 1 or (tokenizer is not None and not isinstance(excerpt, str)):
+        raise InputError("tokenizer, length and batch_size are for texts=[…]; batches are taken as they are")
+    check_batches(batches)
+    if importance and not isinstance(batches, Sequence):
+        batches = list(batches)  # they are needed twice
     check_weights(model)
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    shown = excerpt_batch(model, excerpt, tokenizer)
     measured: dict[int, list[Measurement]] = {}
-    excerpt: dict[str, Any] = {}
+    pictures: dict[str, Any] = {}
+    first: Batch | None = None
     unseen: list[dict[str, str]] = []
     # scores, exponentials, the padded block and temporaries: four floats for each entry of P
     entries = limits.CACHE_ENTRIES if block_bytes is None else max(1 << 12, block_bytes // 16)
-    for batch in batches if isinstance(batches, Sequence) else ():
-        check_batch(batch)
     weights = weights_hash(model)
     settings = {"seed": seed, "spectra_every": spectra_every, "entries": entries, "measures": list(MEASURES)}
     settings["names"] = token_names is not None
@@ -79,9 +119,11 @@ def examine(
         for index, batch in enumerate(batches):
             check_batch(batch)
             hashes.append(batch_hash(batch))
+            if index == 0:
+                first = batch
             if index == 0 and rank == 0:
-                excerpt = make_excerpt(model, batch, token_names)
-                unseen = unseen_attention(model, first_sequence(batch))
+                pictures = make_excerpt(model, batch if shown is None else shown, token_names, own=shown is not None)
+                unseen = unseen_attention(model, first_sequence(model, batch))
             if index % processes == rank:
                 file = None if partial_results is None else partial_results / f"batch-{index:06d}.pt"
                 run = run_key(weights, {**settings, "batch": hashes[-1], "index": index})
@@ -101,33 +143,65 @@ def examine(
                 progress(index + 1)
     if processes > 1:
         measured = _gather(measured)
-    if not measured:
+    if first is None:
         raise InputError("no batches: give at least one text, image or recording")
-    result = summarise(
+    examination = summarise(
         [x for index in sorted(measured) for x in measured[index]],
         model=_describe(model, name),
-        inputs={"batches": len(measured), **(inputs or {})},
+        inputs={"batches": len(measured), "words": words_of(first), **(inputs or {})},
         provenance={
             "schema": SCHEMA,
             "run": run_key(weights, {**settings, "batches": hashes}),
             "weights": weights,
             "seed": seed,
             "spectra_every": spectra_every,
+            "kernels": "compiled" if native.LIBRARY.state == "ready" else "torch",
             **versions(),
             **(provenance or {}),
         },
-        excerpt=excerpt,
+        excerpt=pictures,
     )
-    return with_advice(replace(result, unseen=unseen, headline=[*result.headline, *_not_measured(unseen)]))
+    examination = with_advice(replace(examination, unseen=unseen))
+    if importance and isinstance(batches, Sequence):
+        examination = with_importance(examination, model, batches)
+    if cut:
+        from headwise.examination.lengths import with_lengths  # which examines
+
+        examination = with_lengths(examination, model, cut, token_names=token_names)
+    return with_depth(examination, model, first) if ablations else examination
 
 
-def _not_measured(unseen: list[dict[str, str]]) -> list[str]:
-    """A sentence on attention that was not seen."""
-    if not unseen:
-        return []
-    names = ", ".join(f"{x['name']} ({x['class']}: {x['why']})" for x in unseen[:3])
-    more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
-    return [f"Not measured: {names}{more}."]
+def excerpt_batch(model: nn.Module, excerpt: str | Batch | None, tokenizer: Any) -> Batch | None:
+    """The batch of which pictures are made, if it is not the first of those that are examined."""
+    if isinstance(excerpt, str):
+        if tokenizer is None:
+            raise InputError("an excerpt that is a text needs tokenizer=…; without one, give it as a batch")
+        return tokenized(model, [excerpt], tokenizer).batches[0]
+    if excerpt is not None:
+        check_batch(excerpt)
+    return excerpt
+
+
+def check_model(model: Any) -> None:
+    """Raise InputError unless it is a module."""
+    if isinstance(model, str):
+        raise InputError(
+            f"model is the string {model[:60]!r}; load it first: headwise.models.load_model({model[:60]!r}).model"
+        )
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; give a torch module")
+
+
+def check_batches(batches: Any) -> None:
+    """Raise InputError unless it is a collection of batches; batches that are generated are checked one by one."""
+    if isinstance(batches, Mapping | Tensor | str):
+        raise InputError(f"batches is one {type(batches).__name__}; give a list of batches, also if there is only one")
+    if not isinstance(batches, Iterable):
+        raise InputError(f"batches is a {type(batches).__name__}; give a list of batches")
+    for batch in batches if isinstance(batches, Sequence) else ():
+        if isinstance(batch, str):
+            raise InputError("batches holds strings; give texts as texts=[…], with tokenizer=…")
+        check_batch(batch)
 
 
 def save_measurements(measurements: list[Measurement], path: Path, run: str) -> None:

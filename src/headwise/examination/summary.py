@@ -197,7 +197,7 @@ def _headline(records: Sequence[Record], layers: Mapping[str, list], inputs: Map
         lines.append(f"{_count(unstable, 'head')} had another kind on more than a quarter of the {words['items']}.")
     ranks = [record.measures["effective_rank"].mean for record in records if "effective_rank" in record.measures]
     if ranks:
-        exactness = "exact" if inputs["spectra_exact"] else "upper estimates at this length"
+        exactness = "exact" if inputs["spectra_exact"] else f"estimated within {_largest_error(records):.0%}"
         mean = f"of one {words['item']}" if some == 1 else f"mean over {some} {words['items']}"
         lines.append(f"Effective ranks ({mean}, {exactness}) range from {min(ranks):.0f} to {max(ranks):.0f}.")
     differences = layers.get("difference", [])
@@ -211,6 +211,11 @@ def _headline(records: Sequence[Record], layers: Mapping[str, list], inputs: Map
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'s' * (n != 1)}"
+
+
+def _largest_error(records: Sequence[Record]) -> float:
+    """Of estimated effective ranks, relative to them."""
+    return max(x.measures["effective_rank_error"].mean / x.measures["effective_rank"].mean for x in records)
 
 
 def unusual_heads(records: Sequence[Record], count: int = 10) -> list[Record]:

@@ -55,6 +55,8 @@ class Triplets:
     left: Tensor
     spectrum: Spectrum
     right: Tensor
+    known: Tensor | None = None  # U^T P [V, V'], float64; None if P was decomposed in full
+    block: int = 0  # columns of the start block
 
 
 def singular_values(
@@ -113,7 +115,7 @@ def singular_vectors(
     if shape[-1] > shape[-2]:
         flipped = (*shape[:-2], shape[-1], shape[-2])
         t = singular_vectors(adjoint, apply, flipped, r, like=like, generator=generator, block=block, steps=steps)
-        return Triplets(t.right, t.spectrum, t.left)
+        return Triplets(t.right, t.spectrum, t.left, t.known, t.block)
     steps = _steps(shape, r, block, steps)
     if shape[-1] <= 2 * block * steps:
         x, s, yt = torch.linalg.svd(_whole(apply, shape, like), full_matrices=False)
@@ -123,7 +125,8 @@ def singular_vectors(
     left, right = (
         (basis @ y[..., :r].to(basis.dtype)).double() for basis, y in ((parts.left, x), (parts.right, yt.mT))
     )
-    return Triplets(left, _bounded(parts, (x, s, yt), r, shape, like), right)
+    spectrum = _bounded(parts, (x, s, yt), r, shape, like)
+    return Triplets(left, spectrum, right, parts.known, parts.known.shape[-1] - parts.known.shape[-2])
 
 
 def _steps(shape: Sequence[int], r: int, block: int, steps: int | None) -> int:

@@ -48,6 +48,13 @@ FRAME_WORDS = {"item": "recording", "items": "recordings", "unit": "frame", "uni
 """What a report calls an input and a position in it."""
 
 
+def words_of(batch: Any) -> dict[str, str]:
+    """What to call an input and a position in it, by the names of the tensors in a batch."""
+    names = set(batch) if isinstance(batch, Mapping) else set()
+    words = {"text": TEXT_WORDS, "images": IMAGE_WORDS, "recordings": FRAME_WORDS}
+    return next((words[kind] for kind, (known, _) in KINDS.items() if names & set(known.split())), TEXT_WORDS)
+
+
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """Batches, a function that names each position of a batch, and where the batches came from.
@@ -75,7 +82,7 @@ def text_input(
     content = "\n\n".join(_read(path) for path in paths)
     if not content.strip():
         raise InputError(f"{', '.join(map(str, paths))}: empty; give a text with at least a few sentences")
-    tokenizer = _tokenizer(loaded)
+    tokenizer = tokenizer_of(loaded)
     with gate.failures(f"the tokenizer of {loaded.name} cannot read the text"):
         ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     positions = max_positions(loaded.model)
@@ -84,7 +91,7 @@ def text_input(
         length, length_from = declared_length(loaded, tokenizer)
     if positions is not None and length > positions:
         raise InputError(f"{loaded.name} has {positions} positions, but --length is {length}; use at most {positions}")
-    before, after = _special_tokens(tokenizer)
+    before, after = special_tokens(tokenizer)
     special = len(before) + len(after)
     body = length - special
     if body < 4:
@@ -228,7 +235,7 @@ def _vocabulary(model: nn.Module) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _tokenizer(loaded: LoadedModel) -> Any:
+def tokenizer_of(loaded: LoadedModel) -> Any:
     # without these files transformers would build an empty tokenizer, which maps every word to "unknown"
     has_files = isinstance(loaded.source, Path) and any((loaded.source / name).exists() for name in TOKENIZER_FILES)
     if isinstance(loaded.source, Path) and loaded.gguf is None and not has_files:
@@ -248,7 +255,7 @@ def preprocessor(loaded: LoadedModel, auto_class: str, what: str, advice: str = 
         raise InputError(f"the {what} of {loaded.name}: {error}{advice}") from error
 
 
-def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens that the tokenizer puts before and after a text."""
     whole, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), None)

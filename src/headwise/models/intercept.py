@@ -1,11 +1,12 @@
-"""Intercept every scaled_dot_product_attention call of a model, named after the module that makes it.
+"""Intercept every attention call of a model, named after the module that makes it.
 
     with intercept(model, see):          # see(call) is called for every attention call, in order
         model(**batch)
 
 A call holds the q, k, v, scale and mask that the model uses: after rotary embeddings, with grouped queries.  The calls
 are seen by a `TorchFunctionMode`, to which torch reports every function that this thread calls, by whatever name it was
-imported or stored.  So no model family needs code of its own here, nothing is replaced, the model is not touched (the
+imported or stored; attention that is written out by hand is recognised too (`provenance.written_out`), but cannot be
+answered.  So no model family needs code of its own here, nothing is replaced, the model is not touched (the
 module that makes a call is found on the stack of running calls), and any number of threads may intercept at once.
 """
 
@@ -28,7 +29,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headwise.errors import HeadwiseError
-from headwise.models.attention_kind import Provenance, attention_kind
+from headwise.models.provenance.attention_kind import Provenance, attention_kind
+from headwise.models.provenance.written_out import WrittenAttention, WrittenOut, mask_of_scores
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.masks import Mask
 from headwise.operators.softmax import Softmax
@@ -183,6 +185,7 @@ class _Interception(TorchFunctionMode):
         self.uses: Counter[str] = Counter()  # attention calls of each module in the present forward pass
         self.present_pass: FrameType | None = None
         self.provenance = None if see is None else Provenance()
+        self.written_out = None if self.provenance is None else WrittenOut(self.provenance)
         self.latest: tuple[tuple, dict] = (), {}  # arguments of the latest attention call
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -194,9 +197,20 @@ class _Interception(TorchFunctionMode):
             out = self._multi_head_attention(args, kwargs)
         else:
             out = func(*args, **kwargs)
-        if self.provenance is not None:
+        if self.provenance is not None and self.written_out is not None:
             self.provenance.note(args, kwargs, out)
+            written = self.written_out.note(func, args, kwargs, out)
+            if written is not None:
+                self._see_written(written)
         return out
+
+    def _see_written(self, written: WrittenAttention) -> None:
+        """Show attention that the model wrote out; it has been computed."""
+        calls = running_calls(self.names, sys._getframe(1))
+        if calls and self.see is not None:
+            site = self._site(calls)
+            with torch.no_grad():
+                self.see(_written_call(calls, site, written, self.provenance))
 
     def _attend(self, function: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
         """The output of one attention call."""
@@ -299,7 +313,7 @@ def _attention_call(
     calls: Sequence[Running], site: str, args: tuple, kwargs: dict, provenance: Provenance | None
 ) -> AttentionCall:
     query, key = (x if x is not None else args[i] for i, x in enumerate((kwargs.get("query"), kwargs.get("key"))))
-    kind = attention_kind(calls, query, key, provenance)
+    kind = attention_kind(calls, query, key, (query.shape[-2], key.shape[-2]), provenance)
     batch = _batch_sizes((*calls[-1].args, *calls[-1].kwargs.values()))
     sequences = _sequences(calls[0].module, len(query), batch) if query.dim() == 3 else 1
     q, k, v, mask, scale = read_sdpa(*args, **kwargs, sequences=sequences)
@@ -307,6 +321,23 @@ def _attention_call(
     if groups != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // groups, dim=1) for x in (k, v))
     return AttentionCall(site, calls[0].module, kind, q, k, v, mask, scale, groups, _windows(len(q), batch))
+
+
+def _written_call(
+    calls: Sequence[Running], site: str, written: WrittenAttention, provenance: Provenance | None
+) -> AttentionCall:
+    """Its scores are an additive bias to queries and keys of zeros, which have the width of the model's own."""
+    scores, v = written.scores, written.v
+    m, n = scores.shape[-2:]
+    if scores.dim() == 5 and scores.shape[1] != scores.shape[2] and scores.shape[1] == _heads(calls[0].module):
+        scores, v = scores.transpose(1, 2), v.transpose(1, 2)  # heads before windows
+    kind = attention_kind(calls, written.query, written.key, (m, n), provenance)
+    batch = _batch_sizes((*calls[-1].args, *calls[-1].kwargs.values()))
+    sequences = _sequences(calls[0].module, len(scores), batch) if scores.dim() == 3 else 1
+    scores, v = four_axes(scores, sequences), four_axes(v, sequences)
+    b, h = scores.shape[:2]
+    q, k = (v.new_zeros(1, 1, 1, written.key_width).expand(b, h, rows, -1) for rows in (m, n))
+    return AttentionCall(site, calls[0].module, kind, q, k, v, mask_of_scores(scores), 1.0, h, _windows(b, batch))
 
 
 def _batch_sizes(values: Iterable[Any]) -> list[int]:
@@ -317,10 +348,14 @@ def _batch_sizes(values: Iterable[Any]) -> list[int]:
 
 def _sequences(module: nn.Module, size: int, batch: Sequence[int]) -> int:
     """b of an axis of size b h."""
-    heads = next((x for x in (getattr(module, name, None) for name in HEADS) if isinstance(x, int) and x > 0), None)
+    heads = _heads(module)
     if heads is not None and size % heads == 0:
         return size // heads
     return next((b for b in batch if size % b == 0), 1)
+
+
+def _heads(module: nn.Module) -> int | None:
+    return next((x for x in (getattr(module, name, None) for name in HEADS) if isinstance(x, int) and x > 0), None)
 
 
 def _windows(size: int, batch: Sequence[int]) -> int:

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import HeadwiseError, InputError
+from headwise.models.intercept import AttentionCall, intercept
 from headwise.random_state import kept_random_state
 
 T = TypeVar("T")
@@ -76,14 +79,59 @@ def placed(batch: Batch, device: torch.device | str | None, dtype: torch.dtype |
     return map_batch(lambda x: x.to(device, dtype if x.is_floating_point() else None), batch)
 
 
-def first_sequence(batch: Batch, dtype: torch.dtype | None = None) -> Batch:
-    """The first sequence as a batch of one; floating-point tensors in `dtype` if given."""
+def first_sequence(model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> Batch:
+    """The first sequence as a batch of one; floating-point tensors in `dtype` if given.
+
+    Which axis counts sequences is read off the attention calls of the model, which is run for it unless every tensor
+    has one sequence on its first axis.
+    """
+    shapes = [x.shape for _, x in check_batch(batch)]
+    layouts = [] if all(shape[:1] in ((), (1,)) for shape in shapes) else _layouts(model, batch)
 
     def cut(x: Tensor) -> Tensor:
-        x = x[:1] if x.dim() else x
+        axis = next((a for a in (layout.axis_of(x.shape) for layout in layouts) if a is not None), None)
+        x = x if axis is None else x.narrow(axis, 0, 1)
         return x if dtype is None or not x.is_floating_point() else x.to(dtype)
 
     return map_batch(cut, batch)
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Which axis of a tensor counts sequences, (b, n, ...) or (n, b, ...), from the sizes of an attention call."""
+
+    sequences: int
+    length: int
+    batch_first: bool = True  # decides if there are as many sequences as tokens
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> SequenceLayout:
+        b, _, m, _ = call.q.shape
+        return cls(b // call.windows, m * call.windows, getattr(call.module, "batch_first", True) is not False)
+
+    def axis_of(self, shape: Sequence[int]) -> int | None:
+        """0 or 1; None if neither axis has as many entries as there are sequences."""
+        wide = len(shape) > 2 and tuple(shape[:2]) == (self.length, self.sequences)
+        if wide and not (self.batch_first and self.length == self.sequences):
+            return 1
+        return next((axis for axis in (0, 1) if axis < len(shape) and shape[axis] == self.sequences), None)
+
+    def by_sequence(self, x: Tensor) -> Tensor | None:
+        """A hidden state as (b, n, d); None if its sequences are not those of the call."""
+        if x.dim() == 2 and self.sequences == 1 and len(x) == self.length:
+            return x.unsqueeze(0)
+        if x.dim() != 3:
+            return None
+        axis = self.axis_of(x.shape)
+        return None if axis is None else x.transpose(0, axis)
+
+
+def _layouts(model: nn.Module, batch: Batch) -> list[SequenceLayout]:
+    """The different layouts of the attention calls of one forward pass."""
+    seen: dict[SequenceLayout, None] = {}
+    with torch.no_grad(), intercept(model, lambda call: seen.setdefault(SequenceLayout.of(call))):
+        run_model(model, batch)
+    return list(seen)
 
 
 @contextlib.contextmanager
@@ -162,37 +210,60 @@ def in_double(model: nn.Module) -> nn.Module:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """name -> block: the members of the outermost module lists that hold something called attention."""
-    names: dict[str, nn.Module] = {}
+    """name -> block: the members of the outermost lists of modules that hold something called attention.
+
+    Of an `nn.Sequential`, which may also be a pipeline, only members that attend; a member that holds a list of blocks
+    itself is not a block.
+    """
+    blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 0:
-            inside = any(name.startswith(block + ".") for block in names)
-            parts = [f"{n} {type(m).__name__}".lower() for n, m in module.named_modules()]
-            attends = any("attn" in part or "attention" in part for part in parts)
-            if attends and not inside:
-                names.update({f"{name}.{i}" if name else i: child for i, child in module.named_children()})
-    return names
+        inside = any(name.startswith(block + ".") for block in blocks)
+        members = [] if inside else _attending(module)
+        if members and isinstance(module, nn.Sequential):
+            enough = 1 if len(members) == 1 else 2  # two that attend may be two parts of one block
+            members = [n for n in members if max(map(len, map(_attending, module.get_submodule(n).modules()))) < enough]
+        elif members:
+            members = [n for n, _ in module.named_children()]
+        blocks.update({f"{name}.{n}" if name else n: module.get_submodule(n) for n in members})
+    return blocks
+
+
+def _attending(module: nn.Module) -> list[str]:
+    """The names of members of a list of modules that are called attention or have such a part."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    names = {n: [f"{n}.{part} {type(m).__name__}" for part, m in x.named_modules()] for n, x in module.named_children()}
+    return [n for n, parts in names.items() if any(w in x.lower() for x in parts for w in ("attn", "attention"))]
 
 
 @contextlib.contextmanager
-def hidden_states(blocks: dict[str, nn.Module], measure: Callable[[Tensor], T], states: dict[str, T]) -> Iterator[None]:
-    """Put `measure` of the first block's input and of every block's output into `states`; the tensors are not kept."""
+def hidden_states(
+    blocks: dict[str, nn.Module], measure: Callable[[str, Tensor], T | None], states: dict[str, T]
+) -> Iterator[None]:
+    """Put `measure` of the first block's input and of every block's output into `states`; the tensors are not kept.
 
-    def hidden(value: Any) -> Tensor | None:
+    `measure` is given the name of the block and a tensor with two or three axes.  A block that is used several times
+    (shared weights) has the names block, block@2, block@3, ...; a state for which `measure` is None is left out.
+    """
+    uses: Counter[str] = Counter()
+
+    def put(key: str, block: str, value: Any) -> None:
         if isinstance(value, (tuple, list)) and value:
             value = value[0]
-        return value.detach() if isinstance(value, Tensor) and value.dim() == 3 else None
+        if isinstance(value, Tensor) and value.dim() in (2, 3):
+            measured = measure(block, value.detach())
+            if measured is not None:
+                states[key] = measured
 
     def hook(name: str) -> Callable:
         block_list = re.sub(r"\.?\d+$", "", name)  # encoder.layer.3 -> encoder.layer
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            before, key = hidden(args) if args else hidden(kwargs.get("hidden_states")), f"{block_list} in"
-            if before is not None and key not in states:
-                states[key] = measure(before)
-            state = hidden(output)
-            if state is not None:
-                states[name] = measure(state)
+            first = f"{block_list} in"
+            if first not in states:
+                put(first, name, args if args else kwargs.get("hidden_states"))
+            uses[name] += 1
+            put(name if uses[name] == 1 else f"{name}@{uses[name]}", name, output)
 
         return after
 

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from headwise.models.intercept import intercept, running_calls
+from headwise.errors import InputError
+from headwise.models.intercept import AttentionCall, intercept, running_calls
 from headwise.models.run import Batch, as_it_was, run_model
 
 FUSED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_native_multi_head_attention")
@@ -46,23 +47,24 @@ def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
     seen: set[str] = set()
 
     def answer(site: str, attention: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
-        seen.add(site.partition("@")[0])
         with watch.paused():
             return attention(*args, **kwargs)
 
-    with torch.no_grad(), as_it_was(model), intercept(model, answer=answer), functions:
+    def see(call: AttentionCall) -> None:
+        seen.add(call.site.partition("@")[0])
+
+    with torch.no_grad(), as_it_was(model), intercept(model, see, answer=answer), functions:
         try:
             with watch:
                 run_model(model, batch)
-        except Exception:  # an operator that cannot be watched: names are left
+        except InputError:  # an operator that cannot be watched; if it was the model, this raises again
             watch.attends.clear()
             run_model(model, batch)
     modules = dict(model.named_modules())
     found = {
         name: BY_HAND
         for name in watch.attends
-        # torch's own layer was seen; what it computes besides are the weights that its caller asked for
-        if not (name in seen and isinstance(modules[name], nn.MultiheadAttention))
+        if name not in seen  # the softmax was seen too, or is the weights that a caller of torch's layer asked for
     }
     found.update(dict.fromkeys(functions.callers, FLEXIBLE))
     known = seen | found.keys()

@@ -57,11 +57,13 @@ class Softmax(AttentionOperator):
 
     def spectrum(self, r: int, *, generator: torch.Generator | None = None) -> Spectrum:
         """As for every operator, but the log-sum-exps are computed once for all adjoints."""
-        with torch.no_grad():
-            scores = self.scores.to(torch.promote_types(self.like.dtype, torch.float32))
-            lse = attend_with_lse(scores, scores.k)[1]
-        adjoint = partial(self._adjoint_with, scores, lse)
-        return singular_values(self.apply, adjoint, self.shape, r, like=self.like, generator=generator)
+        return singular_values(self.apply, self.adjoint_map(), self.shape, r, like=self.like, generator=generator)
+
+    @torch.no_grad()
+    def adjoint_map(self) -> Callable[[Tensor], Tensor]:
+        """u -> P^T u for many u: the log-sum-exps are computed once."""
+        scores = self.scores.to(torch.promote_types(self.like.dtype, torch.float32))
+        return partial(self._adjoint_with, scores, attend_with_lse(scores, scores.k)[1])
 
     def dense(self, like: Tensor | None = None) -> Tensor:
         return weights(self.scores.wide()).to(self.like if like is None else like)

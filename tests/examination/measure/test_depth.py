@@ -16,14 +16,14 @@ from headwise.theory.collapse import relative_residual
 from tests.models.tiny_models import ALL, sharpen
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "vit"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "albert", "vit"])
 def test_paths_add_up_to_the_output(family: str) -> None:
     model, batch = ALL[family]()
     found = by_length(sharpen(model), batch)
     assert found["supported"], found
     assert found["sum_error"] < 1e-6  # Llama's norms compute in float32 inside
     assert sum(found["share"]) == pytest.approx(1, abs=1e-6)
-    assert len(found["share"]) == 3
+    assert len(found["share"]) == (5 if family == "albert" else 3)
 
 
 def test_paths_equal_brute_force_enumeration() -> None:
@@ -73,6 +73,20 @@ def test_paths_equal_brute_force_enumeration() -> None:
     expected = [((g * state).sum() / state.square().sum()).item() for g in groups]
     assert found["share"] == pytest.approx(expected, abs=1e-12)
     assert found["sum_error"] < 1e-12
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_neither_paths_nor_ablations(side: str) -> None:
+    model, batch = ALL["bert"]()
+    ids, model = batch["input_ids"], sharpen(model)
+    real = torch.arange(40) >= 15 if side == "left" else torch.arange(40) < 25
+    keep, places = real.long()[None], (real.long().cumsum(0) - 1).clamp(min=0)[None]
+    padded = {"input_ids": ids, "attention_mask": keep, "position_ids": places}
+    alone = {"input_ids": ids[:, real]}
+    for name, curve in collapse_curves(model, alone)["curves"].items():
+        assert collapse_curves(model, padded)["curves"][name] == pytest.approx(curve, rel=1e-9)
+    for name in ("share", "norm", "relative_residual"):
+        assert by_length(model, padded)[name] == pytest.approx(by_length(model, alone)[name], rel=1e-9)
 
 
 def test_a_model_whose_parts_do_not_add_up_says_so() -> None:

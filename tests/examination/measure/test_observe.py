@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.examination.measure.head_measures import evaluate_spectra
+from headwise.errors import NonFiniteError
+from headwise.examination import examine
+from headwise.examination.measure.depth import collapse_curves
 from headwise.examination.measure.observe import Measurement, observe
 from headwise.models import attention, intercept
 from headwise.theory.collapse import relative_residual
@@ -156,6 +158,39 @@ def test_contribution_is_the_norm_that_reaches_the_stream(family: str) -> None:
     torch.testing.assert_close(found.numbers["contribution"], torch.cat(expected), rtol=1e-4, atol=1e-6)
 
 
+class Projected(nn.Module):
+    """Attention whose output projection is a module, a function of its weight, or applied behind a gate."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.attn_qkv, self.out, self.mlp = form, nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.attn_qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        merged = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        if self.form == "function":
+            projected = nn.functional.linear(merged, self.out.weight, self.out.bias)
+        else:
+            projected = self.out(merged.sigmoid() * merged if self.form == "gate" else merged)
+        return self.mlp(x + projected)
+
+
+@pytest.mark.parametrize("form", ["module", "function", "gate"])
+def test_contribution_is_measured_of_the_projection_or_not_at_all(form: str) -> None:
+    model = Projected(form)
+    (found,) = observe(model, torch.randn(2, 20, 32))[:1]
+    assert ("contribution" in found.numbers) == (form == "module")
+
+
+def test_what_is_not_finite_is_named() -> None:
+    model, batch = ALL["bert"]()
+    weight = model.encoder.layer[1].attention.self.value.weight
+    with torch.no_grad():
+        weight[17] = torch.nan  # heads are eight rows each
+    with pytest.raises(NonFiniteError, match=r"encoder\.layer\.1\.attention\.self: the output of head 2 on text 0"):
+        observe(model.eval(), batch)
+
+
 def test_padding_changes_nothing() -> None:
     """A padded text measures like the shorter one on its own."""
     model, batch = ALL["bert"]()
@@ -173,31 +208,107 @@ def test_padding_changes_nothing() -> None:
     )
 
 
+def test_padding_is_in_no_layer_and_in_no_cross_attention() -> None:
+    """A padded pair of texts measures like the shorter pair on its own, in the encoder and in the decoder."""
+    from transformers import BartConfig, BartModel
+
+    config = BartConfig(
+        vocab_size=99,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+    )
+    model = sharpen(BartModel(config))
+    ids, others = torch.randint(3, 99, (2, 40)), torch.randint(3, 99, (2, 30))
+    keep, others_keep = torch.ones(2, 40).long(), torch.ones(2, 30).long()
+    keep[1, 25:] = others_keep[1, 18:] = 0
+    names = ("input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask")
+    padded = observe(model, dict(zip(names, (ids, others, keep, others_keep), strict=True)))
+    (alone,) = observe(model, {"input_ids": ids[1:, :25], "decoder_input_ids": others[1:, :18]})
+    assert padded[1].lengths == alone.lengths == [(25, 25)] * 2 + [(18, 18), (18, 25)] * 2
+    for part in ("numbers", "spectral", "layers"):
+        for name, x in getattr(alone, part).items():
+            torch.testing.assert_close(
+                getattr(padded[1], part)[name], x, rtol=2e-4, atol=1e-5, equal_nan=True, msg=name
+            )
+
+
+def test_queries_that_see_nothing_are_not_measured() -> None:
+    """Only earlier keys are visible, so that the first query has none; the others keep their offsets.
+
+    Nobody sees the last key, which therefore counts as padding, with its query.
+    """
+    from tests.examination.measure.test_spectra import OneCall
+
+    q, k, v = (torch.randn(1, 3, 30, 8) for _ in range(3))
+    earlier = torch.ones(30, 30, dtype=torch.bool).tril(-1)
+    earlier[17] = False
+    (found,) = observe(OneCall(), [q, k, v, earlier])
+    alive = earlier.any(-1) & (torch.arange(30) < 29)
+    s = (q[0].double() @ k[0].double().mT / 8**0.5).masked_fill(~earlier, -torch.inf)
+    p = torch.softmax(s[:, alive], -1)
+    places = torch.arange(30)[alive]
+    assert found.lengths == [(27, 29)]
+    expected = {
+        "entropy": torch.special.entr(p).sum(-1).mean(-1),
+        "previous_mass": p[:, torch.arange(27), places - 1].mean(-1),
+        "offset_mean": (p * (torch.arange(30) - places[:, None])).sum(-1).mean(-1),
+        "frobenius": torch.linalg.matrix_norm(p),
+        "output_norm": torch.linalg.matrix_norm(p @ v[0].double()),
+        "sink_mass": p.mean(-2).amax(-1),
+    }
+    for name, x in expected.items():
+        torch.testing.assert_close(found.numbers[name], x, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("texts", [1, 3, 20])
+def test_sequence_first_measures_like_batch_first(texts: int) -> None:
+    """torch's default layout is (sequence, batch, width); with 20 texts of 20 tokens the sizes do not tell."""
+
+    def encoder(batch_first: bool) -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=batch_first)
+        return sharpen(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+    x = torch.randn(texts, 20, 32)
+    hidden = torch.arange(20) >= 15
+    hidden = hidden.expand(texts, 20) & (torch.arange(texts) == 1)[:, None]
+    plain = examine(encoder(True), [{"src": x, "src_key_padding_mask": hidden}])
+    other = examine(encoder(False), [{"src": x.transpose(0, 1), "src_key_padding_mask": hidden}])
+    assert plain.inputs["texts"] == other.inputs["texts"] == texts
+    for name, values in plain.layers.items():
+        assert other.layers[name] == (values if name == "names" else pytest.approx(values, rel=1e-5))
+    for one, two in zip(plain.records, other.records, strict=True):
+        for name, value in one.measures.items():
+            assert two.measures[name].mean == pytest.approx(value.mean, rel=1e-4, abs=1e-6), name
+    assert [site["queries"] for site in other.excerpt["sites"]] == [20, 20]
+    assert other.excerpt["sites"][0]["maps"] == plain.excerpt["sites"][0]["maps"]
+    for model, batch_first in ((encoder(True), True), (encoder(False), False)):
+        curves = collapse_curves(model, {"src": x if batch_first else x.transpose(0, 1)})["curves"]
+        expected = collapse_curves(encoder(True), {"src": x[:1]})["curves"]
+        for name, curve in expected.items():
+            assert curves[name] == pytest.approx(curve, rel=1e-9)
+
+
+def test_a_block_that_is_used_again_has_a_state_for_each_use() -> None:
+    model, batch = ALL["albert"]()
+    (found,) = observe(sharpen(model), batch)
+    block = "encoder.albert_layer_groups.0"
+    assert found.blocks == ["encoder.albert_layer_groups in", block, *(f"{block}@{i}" for i in (2, 3, 4))]
+    assert [site.block for site in found.sites] == found.blocks[1:]
+    with torch.no_grad():
+        states = model(**batch, output_hidden_states=True).hidden_states
+    expected = torch.stack([relative_residual(x[0]) for x in states])
+    torch.testing.assert_close(found.layers["relative_residual"], expected, rtol=1e-5, atol=0, check_dtype=False)
+
+
 def test_blocks_of_rows_do_not_change_the_result() -> None:
     model, batch = ALL["llama"]()
     model = sharpen(model)
     (whole,), (pieces,) = observe(model, batch), observe(model, batch, entries=500)
     for name, x in whole.numbers.items():
         torch.testing.assert_close(pieces.numbers[name], x, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_long_texts_agree_with_the_exact_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the exact size the leading values come from block Krylov; both ways must agree where both apply."""
-    from headwise.examination.measure import spectra as module
-    from headwise.operators._kernels.scores import Scores
-    from headwise.operators.masks import Mask
-
-    q, k, v = (torch.randn(2, 600, 16) * 2 for _ in range(3))
-    scores = Scores(q, k, 0.25, Mask(q.shape[-2], k.shape[-2]))
-    output = torch.softmax(scores.dense(), -1) @ v
-    exact = module.spectra(scores, output)
-    monkeypatch.setattr(module, "EXACT", 100)
-    krylov = module.spectra(scores, output)
-    assert all(head.spectrum.exact for head in exact)
-    assert not any(head.spectrum.exact for head in krylov)
-    found, expected = evaluate_spectra(krylov), evaluate_spectra(exact)
-    for name in ("sigma_1", "sigma_ratio", "stable_rank", "energy_64", "output_error_64"):
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4, msg=name)
-    for one, other in zip(krylov, exact, strict=True):
-        torch.testing.assert_close(one.values[:32], other.values[:32], rtol=1e-3, atol=0)
-    assert (found["effective_rank"] >= expected["effective_rank"] * 0.999).all()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.examination.measure import streaming
-from headwise.examination.measure.streaming import SAMPLED_ROWS, Workspace, stream
+from headwise.examination.measure.streaming import REACH, SAMPLED_ROWS, Workspace, stream
 from headwise.operators._kernels import native
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.masks import Mask
@@ -140,6 +140,19 @@ def test_long_rows_keep_their_digits(path: str) -> None:
         torch.testing.assert_close(getattr(found, field).double(), expected[field], rtol=4e-6, atol=1e-9)
 
 
+def test_what_is_not_a_number_is_not_hidden(path: str) -> None:
+    scores, v = problem(2, 30, 40, 8, 4)
+    nan = torch.tensor([0x7FC00000, 0x7FC00001, -0x3FFFFF], dtype=torch.int32).view(torch.float32)  # of several kinds
+    for x in nan:
+        q = scores.q.clone()
+        q[1, 7, 3] = x
+        found = call(path, Scores(q, scores.k, scores.scale, scores.mask), v)
+        for field in ("entropy", "row_maximum", "row_squares", "log_sum_exp", "output"):
+            rows = getattr(found, field).reshape(2, 30, -1).isnan().any(-1)
+            assert rows.nonzero().tolist() == [[1, 7]], field
+        assert found.received.isnan().any(-1).tolist() == [False, True]
+
+
 @pytest.mark.usefixtures("kernels")
 def test_threads_do_not_change_the_sums() -> None:
     scores, v = problem(3, 300, 280, 16, 16, causal=True)
@@ -160,3 +173,34 @@ def test_a_model_of_double_precision_is_measured_in_single_precision() -> None:
         expected = call("torch", scores, v)
     double = Scores(scores.q.double(), scores.k.double(), scores.scale, scores.mask)
     torch.testing.assert_close(call("kernel", double, v.double()).entropy, expected.entropy)
+
+
+POSITIONS = {
+    "all queries": torch.arange(60),
+    "queries at the end": torch.arange(20, 80),
+    "queries with gaps": torch.arange(80)[torch.arange(80) % 4 < 3],
+}
+
+
+@pytest.mark.parametrize("places", POSITIONS)
+@pytest.mark.parametrize("entries", [1 << 19, 12000, 1000])
+def test_queries_may_stand_anywhere_on_the_axis_of_keys(places: str, entries: int, path: str) -> None:
+    """Several heads, or one, and several rows, or one, at a time; the kernel takes no gaps."""
+    positions = POSITIONS[places]
+    scores, v = problem(4, 60, 80, 8, 5, causal=True)
+    s = scores.scale * scores.q.double() @ scores.k.double().mT
+    p = torch.softmax(s.masked_fill(~scores.mask.rows(0, 60), -torch.inf), -1)
+    offsets = torch.arange(80) - positions[:, None]
+    on = [offsets == o for o in range(-int(positions[-1]), 80)]
+    used = "torch" if places == "queries with gaps" else path
+    found = call(used, scores, v, positions=positions, workspace=Workspace(entries))
+
+    def close(actual: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-6)
+
+    close(found.diagonals, torch.stack([p[:, here].sum(-1) for here in on], -1))
+    energy = [p[:, here].sum(-1).square() / max(1, int(here.sum())) for here in on]
+    close(found.diagonal_energy, torch.stack(energy, -1))
+    close(found.mass_within(4), p[:, offsets.abs() <= 4].sum(-1) / 60)
+    close(found.profile()[:, REACH - 1], p[:, offsets == -1].sum(-1) / 60)
+    assert found.profile().shape == (4, 2 * REACH + 1)

@@ -104,6 +104,15 @@ def test_gradients_and_state() -> None:
     assert torch.equal(torch.compile(new, backend="eager")(x), new(x))  # left as it is
 
 
+def test_a_frozen_part_stays_in_eval_mode() -> None:
+    model = encoder().train()
+    model.layers[0].eval()
+    new, _ = headwise.rewrite(model, plan_for(model, {"src": drawn()}, [SOFTMAX]))
+    assert new.training
+    for encoder_of in (model, new.get_submodule("model")):
+        assert [layer.training for layer in encoder_of.get_submodule("layers").children()] == [False, True]
+
+
 def test_nothing_is_left_behind_after_errors() -> None:
     model, x, original = HandWritten().eval(), drawn(), F.scaled_dot_product_attention
     new, _ = headwise.rewrite(model, plan_for(model, {"x": x}, [WINDOW], length=N))

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.examination.measure.observe import BlockTokens, block_of
 from headwise.examination.measure.path_lengths import by_length
 from headwise.examination.record import Examination
+from headwise.models.intercept import intercept
 from headwise.models.run import Batch, blocks_of, first_sequence, hidden_states, in_double, run_model
 from headwise.theory.collapse import relative_residual
 
@@ -63,18 +65,24 @@ def collapse_curves(model: nn.Module, batch: Batch) -> dict[str, Any]:
     if not blocks or unknown is not None:
         which = unknown or f"{type(model).__name__}, which has no list of blocks"
         return {"supported": False, "why": f"skips and MLPs cannot be told apart in {which}"}
-    double, text = in_double(model), first_sequence(batch, torch.float64)
+    double, text = in_double(model), first_sequence(model, batch, torch.float64)
     return {"supported": True, "curves": {name: _curve(double, text, name) for name in CURVES}}
 
 
 def _curve(model: nn.Module, batch: Batch, name: str) -> list[float]:
-    blocks, states = blocks_of(model), dict[str, float]()
+    blocks, states, tokens = blocks_of(model), dict[str, float](), BlockTokens()
+
+    def residual(block: str, x: Tensor) -> float | None:
+        found = tokens.of(block, x)
+        return None if found is None else relative_residual(found[0]).item()
+
     skip, mlp = name in ("all", "no MLP"), name in ("all", "no attention skip")
     with torch.no_grad(), ExitStack() as undo:
         for block in blocks.values():
             for handle in _switch_off(block, skip=not skip, mlp=not mlp):
                 undo.enter_context(handle)
-        undo.enter_context(hidden_states(blocks, lambda x: relative_residual(x[0]).item(), states))
+        undo.enter_context(hidden_states(blocks, residual, states))
+        undo.enter_context(intercept(model, lambda call: tokens.add(block_of(call, blocks), call)))
         run_model(model, batch)
     return list(states.values())
 

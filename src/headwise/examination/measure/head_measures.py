@@ -136,8 +136,15 @@ def measures_table() -> str:
 @register_measure(of=HeadSpectrum, unit="directions", shown=True, compared=True, unusual=True)
 def effective_rank(x: HeadSpectrum) -> float:
     """exp(−Σ_i p_i log p_i), p_i = σ_i / Σ σ: how many directions P uses, 1 for a head that averages and n for a shift
-    (Roy & Vetterli 2007); an upper estimate beyond 1024 tokens."""
-    return ranks.effective_rank_bounds(x.spectrum)[1].item()  # of a truncated spectrum, an upper bound
+    (Roy & Vetterli 2007); an estimate beyond 1536 tokens, see effective_rank_error."""
+    return x.effective_rank.value
+
+
+@register_measure(of=HeadSpectrum, unit="directions")
+def effective_rank_error(x: HeadSpectrum) -> float:
+    """standard error + bound of the bias: error of the estimated effective rank on a text; 0 up to 1536 tokens, where
+    it is exact."""
+    return x.effective_rank.error
 
 
 @register_measure(of=HeadSpectrum, unit="directions")
@@ -148,8 +155,15 @@ def stable_rank(x: HeadSpectrum) -> float:
 
 @register_measure(of=HeadSpectrum, unit="directions")
 def numeric_rank(x: HeadSpectrum) -> float:
-    """number of σ_i > 10⁻³ σ_1: the rank to three digits; at most 256 beyond 1024 tokens."""
-    return float((x.values > 1e-3 * x.values[0].item()).sum().item())
+    """number of σ_i > 10⁻³ σ_1: the rank to three digits; an estimate where it is above 256 and the text has more than
+    1536 tokens, see numeric_rank_error."""
+    return x.numeric_rank.value
+
+
+@register_measure(of=HeadSpectrum, unit="directions")
+def numeric_rank_error(x: HeadSpectrum) -> float:
+    """standard error + bound of the bias: error of the estimated numeric rank on a text; 0 where it was counted."""
+    return x.numeric_rank.error
 
 
 @register_measure(of=HeadSpectrum)
@@ -189,7 +203,8 @@ for _r in (8, 16, 32, 64, 128, 256):
         of=HeadSpectrum,
         name=f"output_error_{_r}",
         label=f"output error at rank {_r}",
-        definition=f"‖(P − P_{_r}) V‖ / ‖P V‖: error of the output if P is replaced by its best rank-{_r} matrix.",
+        definition=f"‖(P − P_{_r}) V‖ / ‖P V‖: error of the output if P is replaced by its best rank-{_r} matrix; root "
+        "mean square over all best ones where singular values are equal.",
         unit="share",
         shown=_r in (16, 64),
         compared=_r == 64,

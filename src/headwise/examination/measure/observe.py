@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import InputError
+from headwise.errors import InputError, NonFiniteError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.repeated_tokens import repeated_token_scores
 from headwise.examination.measure.spectra import spectra
@@ -29,10 +29,11 @@ from headwise.examination.measure.token_patterns import (
 )
 from headwise.examination.measure.windows import over_windows
 from headwise.models.fingerprint import batch_hash
-from headwise.models.intercept import AttentionCall, intercept, nothing_seen
-from headwise.models.run import Batch, OwnHook, blocks_of, hidden_states, run_model
+from headwise.models.intercept import AttentionCall, four_axes, intercept, nothing_seen
+from headwise.models.run import Batch, OwnHook, SequenceLayout, blocks_of, hidden_states, run_model
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
+from headwise.operators.masks import Mask
 from headwise.shapes import filled
 
 LEADING = 64
@@ -81,8 +82,8 @@ class _SiteMeasurement:
         self.leading = torch.empty(site.heads, 0, dtype=torch.float64)
         self.spectra_exact = True
 
-    def add_spectra(self, scores: Scores, output: Tensor, generator: torch.Generator | None) -> None:
-        heads = spectra(scores, output, generator=generator)
+    def add_spectra(self, scores: Scores, v: Tensor, generator: torch.Generator | None) -> None:
+        heads = spectra(scores, v, generator=generator)
         self.spectral, self.spectra_exact = evaluate_spectra(heads), heads[0].spectrum.exact
         self.leading = torch.stack([head.values[:LEADING] for head in heads])
 
@@ -117,42 +118,50 @@ def observe(
     by_sequence: dict[int, list[_SiteMeasurement]] = {}
     unprojected: list[_SiteMeasurement] = []  # the last call's, until its output projection runs
     outputs: list[Tensor] = []
+    answered: list[Tensor] = []  # the output of the last call, (b, h, m, d)
     workspace = Workspace(entries)
 
     def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
+        is_plain, call = _is_plain(call), call.measurable
+        site, block = _site(call, blocks, states), block_of(call, blocks)
+        tokens.add(block, call)
         for b in range(len(call.q)):
-            scores, v = sequence(call, b)
-            sums = stream(scores, v, workspace=workspace)
-            measured = _SiteMeasurement(_site(call, blocks), sums)
+            part = measured_part(call, b, tokens.queries(block, call, b))
+            scores, v = part.cut(call)
+            sums = stream(scores, v, positions=part.positions, workspace=workspace)
+            _check_finite(call, b, sums)
+            measured = _SiteMeasurement(site, sums)
             places = token_ids.places(call, b, scores)
             if places is not None:
                 measured.add_tokens(scores, sums, places, entries)
             if with_spectra:
-                measured.add_spectra(scores, sums.output, generator)
+                measured.add_spectra(scores, v, generator)
             by_sequence.setdefault(b // call.windows, []).append(measured)
             unprojected.append(measured)
-            if _is_plain(call):
+            if is_plain:
                 outputs.append(sums.output)
         if isinstance(call.module, nn.MultiheadAttention):
             _project(unprojected, call.module.out_proj.weight.mT)
 
     def answer(site: str, attention: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
         """P V, known already if nothing is padded: computing it again takes a quarter of the forward pass."""
-        if not outputs:
-            return attention(*args, **kwargs)
-        query = args[0] if args else kwargs["query"]
-        known = (torch.stack(outputs) if len(outputs) > 1 else outputs[0]).reshape(*query.shape[:-1], -1)
-        outputs.clear()
+        if outputs:
+            query = args[0] if args else kwargs["query"]
+            known = (torch.stack(outputs) if len(outputs) > 1 else outputs[0]).reshape(*query.shape[:-1], -1)
+            outputs.clear()
+        else:
+            known = attention(*args, **kwargs)
+        answered[:] = [four_axes(known)]
         return known
 
-    blocks = blocks_of(model)
+    blocks, tokens = blocks_of(model), BlockTokens()
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, lambda x: [_layer_measures(one.cpu()) for one in x], states),
-        _output_projections(model, unprojected),
+        hidden_states(blocks, lambda block, x: _each(_layer_measures, tokens.of(block, x)), states),
+        _output_projections(model, unprojected, answered),
         intercept(model, see, answer=answer),
     ):
         run_model(model, batch)
@@ -167,6 +176,19 @@ def observe(
     return [_measurement(b, over_windows(sites), states, f"{digest}/{b}") for b, sites in sorted(by_sequence.items())]
 
 
+def _check_finite(call: AttentionCall, b: int, sums: HeadSums) -> None:
+    """NonFiniteError with the place of the first NaN or infinity: no number is measured from them."""
+    finite = sums.output.isfinite().all(-1).all(-1) & (sums.log_sum_exp < math.inf).all(-1)  # -inf: sees no key
+    if not bool(finite.all()):
+        heads = (~finite).nonzero().flatten().tolist()
+        others = f" and of {len(heads) - 1} others" if len(heads) > 1 else ""
+        raise NonFiniteError(
+            f"{call.site}: the output of head {heads[0]}{others} on text {b} of the batch is not finite (NaN or "
+            "infinity), so neither it nor what follows can be measured; check the weights, or run the model in another "
+            f"precision than {str(call.q.dtype).removeprefix('torch.')}"
+        )
+
+
 def _is_plain(call: AttentionCall) -> bool:
     """Float32 on the CPU with no mask but causality: the measured output is what the model computes, to rounding."""
     mask = call.mask
@@ -174,21 +196,112 @@ def _is_plain(call: AttentionCall) -> bool:
     return call.q.device.type == "cpu" and call.q.dtype == torch.float32 == call.v.dtype and unmasked
 
 
-def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
-    """Scores and values of sequence b without padding: keys that no query attends to, and the same queries."""
-    call = call.measurable
-    q, k, v, mask = call.q[b], call.k[b], call.v[b], call.mask.index(b)
-    if mask.visible is not None:
-        keys = mask.visible.any(dim=-2).any(dim=0)
-        if not bool(keys.any()):
-            raise InputError(
-                f"{call.site}: the mask of text {b} of the batch hides all of its {mask.n} keys, so there is no "
-                "attention to measure; leave the text out"
+@dataclass(frozen=True, eq=False)
+class MeasuredPart:
+    """The queries and keys of one sequence of a call that are measured: no padding, no query that sees nothing."""
+
+    b: int
+    queries: Tensor | None  # (m,) boolean; None: all
+    keys: Tensor | None  # (n,) boolean; None: all
+    positions: Tensor | None  # of the queries on the axis of the keys that are left; None: 0, 1, ...
+
+    def cut(self, call: AttentionCall) -> tuple[Scores, Tensor]:
+        q, k, v, mask = call.q[self.b], call.k[self.b], call.v[self.b], call.mask.index(self.b)
+        if self.queries is not None or self.keys is not None:
+            queries, keys = (
+                torch.ones(size, dtype=torch.bool, device=q.device) if chosen is None else chosen
+                for size, chosen in ((mask.m, self.queries), (mask.n, self.keys))
             )
-        if not bool(keys.all()):
-            queries = keys if call.kind == "self" and mask.m == mask.n else torch.ones(mask.m, dtype=torch.bool)
             q, k, v, mask = q[:, queries], k[:, keys], v[:, keys], mask.select(queries, keys)
-    return Scores(q, k, call.scale, mask), v
+        return Scores(q, k, call.scale, mask), v
+
+
+def measured_part(call: AttentionCall, b: int, queries: Tensor | None = None) -> MeasuredPart:
+    """What is measured of sequence b: keys that some query attends to, and queries that attend to some key.
+
+    In self-attention a key that nobody attends to is padding, and so is its query.  `queries` (m,) boolean says which
+    queries of cross-attention are no padding, if that is known.
+    """
+    mask, aligned = call.mask.index(b), call.kind == "self" and call.mask.m == call.mask.n
+    keys = attended_keys(mask)
+    if keys is not None and not bool(keys.any()):
+        raise InputError(
+            f"{call.site}: the mask of text {b} of the batch hides all of its {mask.n} keys, so there is no "
+            "attention to measure; leave the text out"
+        )
+    if aligned and keys is not None:
+        queries = keys
+    empty = mask.empty_rows(call.q.device)
+    if empty is not None and bool(empty.any()):
+        alive = ~(empty.all(0) if empty.dim() > 1 else empty)  # of some head
+        queries = alive if queries is None else queries & alive
+    if queries is not None and bool(queries.all()):
+        queries = None
+    return MeasuredPart(b, queries, keys, _positions(mask, queries, keys, 0 if aligned else mask.ahead))
+
+
+def _positions(mask: Mask, queries: Tensor | None, keys: Tensor | None, ahead: int | None) -> Tensor | None:
+    """Where the queries stand among the keys that are left, if query i stands at key i + ahead; None: at 0, 1, ..."""
+    if ahead is None or (queries is None and not ahead):
+        return None
+    places = torch.arange(mask.m) + ahead
+    if queries is not None:
+        places = places[queries.cpu()]
+    if keys is None:
+        return places
+    return (keys.cumsum(0) - keys.long()).cpu()[places]  # the number of keys before it
+
+
+def attended_keys(mask: Mask) -> Tensor | None:
+    """(n,) boolean: the keys that some query attends to; None if that is all of them."""
+    if mask.visible is None:
+        return None
+    keys = mask.visible.any(dim=-2).any(dim=0)
+    return None if bool(keys.all()) else keys
+
+
+def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
+    """Scores and values of sequence b, as far as they are measured."""
+    call = call.measurable
+    return measured_part(call, b).cut(call)
+
+
+class BlockTokens:
+    """Which tokens of a block's hidden state are no padding, and on which axis they are, from its attention calls."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[str | None, SequenceLayout] = {}
+        self._kept: dict[str | None, list[Tensor | None]] = {}  # of each sequence, (m,) boolean; None: all
+
+    def add(self, block: str | None, call: AttentionCall) -> None:
+        """Note an attention call of the block."""
+        self._layouts[block] = self._layouts[None] = layout = SequenceLayout.of(call)
+        if call.kind == "self" and call.windows == 1 and call.mask.m == call.mask.n:
+            self._kept[block] = [attended_keys(call.mask.index(b)) for b in range(layout.sequences)]
+
+    def queries(self, block: str | None, call: AttentionCall, b: int) -> Tensor | None:
+        """The queries of a call that are no padding, from the self-attention of the same block; None: not known."""
+        kept = self._kept.get(block, [])
+        found = kept[b] if len(kept) == len(call.q) else None
+        return found if found is not None and len(found) == call.mask.m else None
+
+    def of(self, block: str, x: Tensor) -> list[Tensor] | None:
+        """The hidden state x of a block as one (n, d) a sequence, without padding; None if it is not one of tokens."""
+        layout = self._layouts.get(block, self._layouts.get(None))
+        x_by_sequence = None if layout is None else layout.by_sequence(x)
+        if x_by_sequence is None:
+            return None
+        kept = self._kept.get(block, [])
+        if len(kept) != len(x_by_sequence):
+            return list(x_by_sequence)
+        return [
+            one if keep is None or len(keep) != len(one) else one[keep]
+            for one, keep in zip(x_by_sequence, kept, strict=True)
+        ]
+
+
+def _each(measure: Callable[[Tensor], dict[str, float]], x: list[Tensor] | None) -> list[dict[str, float]] | None:
+    return None if x is None else [measure(one.cpu()) for one in x]
 
 
 def _project(unprojected: list[_SiteMeasurement], weight: Tensor) -> None:
@@ -198,15 +311,20 @@ def _project(unprojected: list[_SiteMeasurement], weight: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _output_projections(model: nn.Module, unprojected: list[_SiteMeasurement]) -> Iterator[None]:
-    """Take the first linear layer of fitting width after an attention call for its output projection W_O."""
+def _output_projections(
+    model: nn.Module, unprojected: list[_SiteMeasurement], answered: list[Tensor]
+) -> Iterator[None]:
+    """Take the linear layer that is given the output of an attention call, heads side by side, for its W_O.
+
+    If something else happens to the output first (a gate, a norm, a projection that is no module), there is none.
+    """
 
     def before(module: Any, args: tuple) -> None:
-        if not unprojected or not args or not isinstance(args[0], Tensor):
+        if not unprojected or not answered or not args or not isinstance(args[0], Tensor):
             return
         weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.mT  # (in, out)
         h, d, _ = unprojected[0].output_gram.shape
-        if args[0].shape[-1] == h * d == weight.shape[0]:
+        if args[0].shape[-1] == h * d == weight.shape[0] and _is_merged(args[0], answered[0]):
             _project(unprojected, weight)
 
     with contextlib.ExitStack() as hooks:
@@ -214,6 +332,15 @@ def _output_projections(model: nn.Module, unprojected: list[_SiteMeasurement]) -
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
                 hooks.enter_context(module.register_forward_pre_hook(OwnHook(before)))
         yield
+
+
+def _is_merged(x: Tensor, output: Tensor) -> bool:
+    """Whether x has the rows of an attention output (b, h, m, d) with its heads side by side, by text or by token."""
+    rows = x.flatten(0, -2)
+    if rows.numel() != output.numel():
+        return False
+    merged = (output.permute(axes).reshape(rows.shape) for axes in ((0, 2, 1, 3), (2, 0, 1, 3)))
+    return any(torch.allclose(rows.float(), one.float(), rtol=1e-2, atol=1e-6) for one in merged)
 
 
 def _layer_measures(x: Tensor) -> dict[str, float]:
@@ -275,9 +402,16 @@ def _measurement(
     )
 
 
-def _site(call: AttentionCall, blocks: dict[str, nn.Module]) -> ExaminedSite:
-    block = next((block for block in blocks if call.site == block or call.site.startswith(block + ".")), None)
+def block_of(call: AttentionCall, blocks: Iterable[str]) -> str | None:
+    """The name of the block that makes the call."""
+    return next((block for block in blocks if call.site == block or call.site.startswith(block + ".")), None)
+
+
+def _site(call: AttentionCall, blocks: Iterable[str], states: Iterable[str]) -> ExaminedSite:
+    block = block_of(call, blocks)
+    uses = sum(name.partition("@")[0] == block for name in states)  # of the block, that have ended
     h, key_width, value_width = call.q.shape[1], call.q.shape[-1], call.v.shape[-1]
+    block = f"{block}@{uses + 1}" if uses else block
     return ExaminedSite(call.site, call.kind, call.causal, h, call.groups, key_width, value_width, block)
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headwise.examination.measure.observe import attended_keys
 from headwise.models.intercept import SdpaArguments, read_sdpa
 from headwise.models.run import Batch, blocks_of, first_sequence, in_double, map_batch, run_model
 from headwise.theory.collapse import relative_residual
@@ -70,7 +71,9 @@ class _Replayer(TorchFunctionMode):
         self.started = False
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Hook of the first block, which receives `start` in place of its input."""
+        """Hook of the first block, which receives `start` in place of its input when it is first used."""
+        if self.started:
+            return args, kwargs
         self.started = True
         return ((self.start, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": self.start})
 
@@ -121,18 +124,20 @@ def by_length(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
     `share` is <T[j], X> / ||X||^2: the shares add up to one; a negative share works against the sum.
     """
-    names = list(blocks_of(model))
-    if not names:
-        return {"supported": False, "why": f"{type(model).__name__} has no list of blocks"}
     double = in_double(model)
     blocks = blocks_of(double)
-    text = first_sequence(batch, torch.float64)
-    copies = len(names) + 1
+    if not blocks:
+        return {"supported": False, "why": f"{type(model).__name__} has no list of blocks"}
+    text = first_sequence(model, batch, torch.float64)
     try:
         recorder = _Recorder()
         with torch.no_grad(), recorder, _ends(blocks) as ends:
             run_model(double, text)
+        if len(ends["in"]) > 1:
+            why = f"the hidden states of {type(model).__name__} are not laid out as (batch, sequence, width)"
+            return {"supported": False, "why": why}
         true = ends["out"][0]
+        copies = 1 + sum(isinstance(call, SdpaArguments) for call in recorder.held)
         start = torch.cat([ends["in"], ends["in"].new_zeros(copies - 1, *ends["in"].shape[1:])])
         many = map_batch(lambda x: x.expand(copies, *x.shape[1:]) if x.dim() and x.shape[0] == 1 else x, text)
         errors = []
@@ -143,12 +148,22 @@ def by_length(model: nn.Module, batch: Batch) -> dict[str, Any]:
                 run_model(double, many)
             errors.append(((ends["out"].sum(0) - true).norm() / true.norm()).item())
             if errors[-1] <= EXACT:
-                return _described(ends["out"], true, errors[-1])
+                kept = _kept_tokens(recorder.held, true.shape[-2])
+                return _described(ends["out"][:, kept], true[kept], errors[-1])
     except (RuntimeError, StopIteration, KeyError, TypeError, IndexError, ValueError) as problem:
         why = f"{type(model).__name__} cannot be replayed on copies of its input ({str(problem).splitlines()[0][:120]})"
         return {"supported": False, "why": why}
     why = f"the paths of {type(model).__name__} miss its output by {min(errors):.1e}: a part of it is not linear"
     return {"supported": False, "why": why}
+
+
+def _kept_tokens(held: list[Any], length: int) -> Tensor:
+    """(length,) boolean: tokens that are no padding, from the first self-attention over all of them."""
+    for call in held:
+        if isinstance(call, SdpaArguments) and call.mask.m == call.mask.n == length:
+            keys = attended_keys(call.mask.index(0))
+            return torch.ones(length, dtype=torch.bool) if keys is None else keys
+    return torch.ones(length, dtype=torch.bool)
 
 
 @contextmanager

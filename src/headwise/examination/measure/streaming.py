@@ -14,8 +14,10 @@ compiled kernel `head_statistics` gathers the same where it is usable.  `head_me
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -25,9 +27,13 @@ from torch import Tensor
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.native.head_statistics import head_statistics
 from headwise.operators._kernels.scores import Scores
+from headwise.operators.masks import Mask
 
 REACH = 64
 """Largest offset |j - i| of the profile."""
+
+ROWS = 64
+"""Least rows of P in a block, unless a single head of them is larger than the workspace."""
 
 SAMPLED_ROWS = 32
 """Query rows kept of every head, evenly spaced, to compare heads with one another."""
@@ -46,11 +52,12 @@ class HeadSums:
     log_sum_exp: Tensor  # (h, m) log sum_j exp S_ij, so that P_ij = exp(S_ij - log_sum_exp_i); -inf without keys
     largest_score: Tensor  # (h,) max_ij S_ij
     received: Tensor  # (h, n) c_j / m, the mean weight that key j receives
-    diagonals: Tensor  # (h, m + n - 1) t_delta for delta = -(m - 1) ... n - 1, float64
+    diagonals: Tensor  # (h, last + n) t_delta for delta = -last ... n - 1, float64; last is the last of `positions`
     visible: Tensor  # (h, m) number of keys that query i may attend to
     output: Tensor  # (h, m, d) P V
     values: Tensor  # (h, n, d) V
     sampled_rows: Tensor  # (h, <= SAMPLED_ROWS, <= SKETCH) rows of P
+    positions: Tensor  # (m,) ascending: where on the axis of keys each query stands; 0, 1, ... unless some are left out
 
     @property
     def m(self) -> int:
@@ -65,21 +72,28 @@ class HeadSums:
         """(h,) ||P||_F^2"""
         return self.row_squares.double().sum(-1)
 
+    @property
+    def last(self) -> int:
+        """The position of the last query: the index of offset 0 in `diagonals`."""
+        return self.diagonals.shape[-1] - self.n
+
     @cached_property
     def offsets(self) -> Tensor:
-        """(m + n - 1,) the offset j - i of every diagonal."""
-        return torch.arange(-(self.m - 1), self.n, dtype=torch.float64)
+        """(last + n,) the offset j - i of every diagonal, i the position of the query."""
+        return torch.arange(-self.last, self.n, dtype=torch.float64)
 
     @cached_property
     def offset_mass(self) -> Tensor:
-        """(h, m + n - 1) t_delta / m: the mean weight at every offset; sums to 1."""
+        """(h, last + n) t_delta / m: the mean weight at every offset; sums to 1."""
         return self.diagonals / self.m
 
     @cached_property
     def diagonal_energy(self) -> Tensor:
-        """(h, m + n - 1) t_delta^2 / length: what the best constant on each diagonal explains of ||P||_F^2."""
-        lengths = torch.minimum(self.offsets + self.m, self.n - self.offsets)
-        return self.diagonals.square() / lengths.clamp(max=float(min(self.m, self.n)))
+        """(h, last + n) t_delta^2 / length: what the best constant on each diagonal explains of ||P||_F^2."""
+        queries = self.positions.double()
+        # the diagonal of offset delta has an entry for each query at -delta ... n - 1 - delta
+        lengths = torch.searchsorted(queries, self.n - self.offsets) - torch.searchsorted(queries, -self.offsets)
+        return self.diagonals.square() / lengths.clamp(min=1)
 
     @cached_property
     def sorted_entropy(self) -> Tensor:
@@ -88,17 +102,17 @@ class HeadSums:
 
     def mass_at(self, offset: int) -> Tensor:
         """(h,) mean weight at one offset; zero if no pair of tokens is that far apart."""
-        index = self.m - 1 + offset
+        index = self.last + offset
         inside = 0 <= index < self.offset_mass.shape[-1]
         return self.offset_mass[:, index] if inside else self.offset_mass.new_zeros(len(self.offset_mass))
 
     def mass_within(self, width: int) -> Tensor:
         """(h,) mean weight at offsets -width ... width."""
-        return self.offset_mass[:, max(0, self.m - 1 - width) : self.m + width].sum(-1)
+        return self.offset_mass[:, max(0, self.last - width) : self.last + width + 1].sum(-1)
 
     def profile(self) -> Tensor:
         """(h, 2 REACH + 1) mean weight at offsets -REACH ... REACH."""
-        return F.pad(self.offset_mass, (REACH + 1 - self.m, REACH + 1 - self.n))  # a negative number cuts off
+        return F.pad(self.offset_mass, (REACH - self.last, REACH + 1 - self.n))  # a negative number cuts off
 
 
 def _empty(*shape: int) -> Tensor:
@@ -136,15 +150,22 @@ class Workspace:
         return block, self._skew.as_strided((h, rows, width - 1), (size, width + 1, 1), 1)
 
 
-def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> HeadSums:
-    """The sums of one text: q (h, m, k), k (h, n, k), v (h, n, d)."""
+def stream(
+    scores: Scores, v: Tensor, *, positions: Tensor | None = None, workspace: Workspace | None = None
+) -> HeadSums:
+    """The sums of one text: q (h, m, k), k (h, n, k), v (h, n, d).
+
+    positions  (m,) ascending: where on the axis of keys each query stands; default 0 ... m - 1
+    """
     v = v.float().contiguous()
     scores = Scores(scores.q.float(), scores.k.float(), scores.scale, scores.mask)
     m = scores.m
+    positions = torch.arange(m) if positions is None else positions.cpu()
     sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long()
-    found = head_statistics(scores, v, sampled)
+    side_by_side = int(positions[-1] - positions[0]) == m - 1
+    found = head_statistics(scores, v, sampled) if side_by_side else None
     if found is None:
-        return _stream(scores, v, sampled.tolist(), workspace or Workspace())
+        return _stream(scores, v, positions, sampled.tolist(), workspace or Workspace())
     return HeadSums(
         entropy=found.entropy,
         row_maximum=found.row_maximum,
@@ -152,32 +173,65 @@ def stream(scores: Scores, v: Tensor, *, workspace: Workspace | None = None) -> 
         log_sum_exp=found.log_sum_exp,
         largest_score=found.peak.amax(-1),
         received=(found.received / m).float(),
-        diagonals=found.diagonals,
+        diagonals=F.pad(found.diagonals, (0, int(positions[0]))),
         visible=scores.mask.counts().float().expand(scores.shape[:-1]),
         output=found.output,
         values=v,
         sampled_rows=_sketched(found.sample),
+        positions=positions,
     )
 
 
-def _stream(scores: Scores, v: Tensor, sampled: list[int], workspace: Workspace) -> HeadSums:
-    """The same from torch calls."""
-    scores = Scores(scores.q, scores.k.contiguous(), scores.scale, scores.mask)
-    h, m, n = scores.shape
-    peak, z, dot, norm = (_empty(h, m) for _ in range(4))
-    received, diagonals = v.new_zeros(h, n), v.new_zeros(h, m + n - 1)
-    output, visible, sample = _empty(h, m, v.shape[-1]), _empty(h, m), v.new_zeros(h, len(sampled), n)
-    blocks = math.ceil(m / max(1, min(m, workspace.entries // (h * n))))
-    step = math.ceil(m / blocks)
-    for start in range(0, m, step):
-        stop = min(start + step, m)
-        part, block = scores.rows(start, stop), slice(start, stop)
-        rows, columns = stop - start, part.k.shape[-2]
+def _stream(scores: Scores, v: Tensor, positions: Tensor, sampled: list[int], workspace: Workspace) -> HeadSums:
+    """The same from torch calls: fewer heads at a time if the text is long.
+
+    Every block of rows reads all keys and values, whatever its height.
+    """
+    h, _, n = scores.shape
+    together = max(1, min(h, workspace.entries // (ROWS * n)))
+    parts = [
+        _stream_heads(
+            _heads(scores, first, first + together), v[first : first + together], positions, sampled, workspace
+        )
+        for first in range(0, h, together)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    each = [field.name for field in fields(HeadSums) if field.name != "positions"]
+    return HeadSums(**{name: torch.cat([getattr(x, name) for x in parts]) for name in each}, positions=positions)
+
+
+def _heads(scores: Scores, first: int, stop: int) -> Scores:
+    """The scores of heads first:stop."""
+
+    def cut(x: Tensor | None, axes: int) -> Tensor | None:
+        return x if x is None or x.dim() < axes or len(x) == 1 else x[first:stop]
+
+    mask = scores.mask
+    mask = replace(
+        mask, key_mask=cut(mask.key_mask, 2), pair_mask=cut(mask.pair_mask, 3), attn_bias=cut(mask.attn_bias, 3)
+    )
+    return Scores(scores.q[first:stop], scores.k[first:stop], scores.scale, mask)
+
+
+def _stream_heads(scores: Scores, v: Tensor, positions: Tensor, sampled: list[int], workspace: Workspace) -> HeadSums:
+    q, k = scores.q, scores.k.contiguous()
+    mask, (h, m, n) = scores.mask, scores.shape
+    some_empty = mask.visible is not None or mask.attn_bias is not None or (mask.ahead or 0) < 0
+    peak, z, dot, norm, visible = (_empty(h, m) for _ in range(5))
+    last = int(positions[-1])
+    received, diagonals = v.new_zeros(h, n), v.new_zeros(h, last + n)
+    output, sample = _empty(h, m, v.shape[-1]), v.new_zeros(h, len(sampled), n)
+    for start, stop in _blocks(positions, max(1, workspace.entries // (h * n))):
+        rows, block = stop - start, slice(start, stop)
+        columns = n if mask.ahead is None else max(1, min(stop + mask.ahead, n))  # no query attends beyond
         s, e = workspace.two_blocks(h, rows, columns)
         p, skewed = workspace.skewed_block(h, rows, columns)
-        peak[:, block] = highest = _finite_scores(part, s).amax(-1)
+        torch.baddbmm(s, q[:, block], k[:, :columns].mT, beta=0, alpha=scores.scale, out=s)
+        visible[:, block] = _hide(s, mask, start)
+        peak[:, block] = highest = s.amax(-1)
         torch.exp(s.sub_(highest.unsqueeze(-1)), out=e)
-        if part.mask.visible is not None or part.mask.attn_bias is not None:
+        if some_empty:
             e.masked_fill_((highest <= limits.HIDDEN).unsqueeze(-1), 0)
         z[:, block] = total = e.sum(-1).clamp_(min=1)  # it is at least 1, or a row of zeros
         dot[:, block] = s.mul_(e).sum(-1)
@@ -185,9 +239,8 @@ def _stream(scores: Scores, v: Tensor, sampled: list[int], workspace: Workspace)
         output[:, block] = e @ v[:, :columns]
         torch.div(e, total.unsqueeze(-1), out=p)
         received[:, :columns] += p.sum(-2)
-        first = m - stop  # the block's lowest diagonal, j - i = -(stop - 1), in the order of `diagonals`
+        first = last - int(positions[stop - 1])  # the block's lowest diagonal is that of its last query
         diagonals[:, first : first + rows + columns - 1] += skewed.sum(-2)
-        visible[:, block] = part.mask.counts()
         for place, i in enumerate(sampled):
             if start <= i < stop:
                 sample[:, place, :columns] = p[:, i - start]
@@ -204,15 +257,39 @@ def _stream(scores: Scores, v: Tensor, sampled: list[int], workspace: Workspace)
         output=output.div_(z.unsqueeze(-1)),
         values=v,
         sampled_rows=_sketched(sample),
+        positions=positions,
     )
 
 
-def _finite_scores(part: Scores, out: Tensor) -> Tensor:
-    s = torch.baddbmm(out, part.q, part.k.mT, beta=0, alpha=part.scale, out=out)
-    # -inf would give NaN where it is multiplied by an exponential of zero
-    if part.mask.attn_bias is not None:
-        s.add_(part.mask.attn_bias).clamp_(min=limits.HIDDEN)
-    return s if part.mask.visible is None else s.masked_fill_(~part.mask.visible, limits.HIDDEN)
+def _blocks(positions: Tensor, most: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of blocks of at most `most` queries that stand side by side."""
+    gaps = ((positions[1:] - positions[:-1] != 1).nonzero().flatten() + 1).tolist()
+    for first, last in itertools.pairwise([0, *gaps, len(positions)]):
+        step = math.ceil((last - first) / math.ceil((last - first) / most))
+        for start in range(first, last, step):
+            yield start, min(start + step, last)
+
+
+def _hide(s: Tensor, mask: Mask, start: int) -> Tensor:
+    """Apply the mask to scores s (h, rows, columns) of queries start ...; the number of visible keys of each query.
+
+    Hidden scores are finite: -inf would give NaN where it is multiplied by an exponential of zero.
+    """
+    rows, columns = s.shape[-2:]
+    if mask.visible is not None or mask.attn_bias is not None:
+        block = mask.part(start, start + rows, s.device)
+        if block.attn_bias is not None:
+            s.add_(block.attn_bias).clamp_(min=limits.HIDDEN)
+        if block.visible is not None:
+            s.masked_fill_(~block.visible, limits.HIDDEN)
+        return block.counts()
+    if mask.ahead is None:
+        return torch.full((rows,), columns)
+    # only the last columns have hidden entries: key j is hidden from query i if j > i + ahead
+    first = max(0, start + mask.ahead + 1)
+    hidden = torch.ones(rows, columns - first, dtype=torch.bool).triu(start + mask.ahead + 1 - first)
+    s[..., first:].masked_fill_(hidden, limits.HIDDEN)
+    return (torch.arange(start, start + rows) + (mask.ahead + 1)).clamp(0, columns)
 
 
 def _sketched(sample: Tensor) -> Tensor:

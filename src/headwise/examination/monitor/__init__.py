@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 from headwise.examination.monitor.alarms import AlarmRules
 from headwise.examination.monitor.history import Alarm, Head, History
 from headwise.examination.monitor.monitor import Monitor, MonitoredStep
@@ -24,11 +22,14 @@ __all__ = [
     "MonitoredStep",
 ]
 
-# trainers are imported when their callback is
-_LATER = {"LightningMonitorCallback": "lightning_callback", "MonitorCallback": "trainer_callback"}
 
+def __getattr__(name: str) -> object:  # trainers are imported when their callback is
+    if name == "LightningMonitorCallback":
+        from headwise.examination.monitor.lightning_callback import LightningMonitorCallback
 
-def __getattr__(name: str) -> object:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+        return LightningMonitorCallback
+    if name == "MonitorCallback":
+        from headwise.examination.monitor.trainer_callback import MonitorCallback
+
+        return MonitorCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

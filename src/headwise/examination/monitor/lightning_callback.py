@@ -7,7 +7,6 @@ Trainer(..., callbacks=[LightningMonitorCallback(every=20)])
 from __future__ import annotations
 
 import contextlib
-import importlib
 from typing import Any
 
 from torch import nn
@@ -16,9 +15,14 @@ from headwise.examination.monitor.monitor import Monitor, MonitoredStep
 
 
 def _base() -> type:
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        with contextlib.suppress(ModuleNotFoundError):
-            return importlib.import_module(package).Callback
+    with contextlib.suppress(ModuleNotFoundError):
+        from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
+
+        return Callback
+    with contextlib.suppress(ModuleNotFoundError):
+        from pytorch_lightning import Callback  # pyright: ignore[reportMissingImports]
+
+        return Callback
     return object
 
 

@@ -55,7 +55,7 @@ def make_excerpt(
 
     own  the batch was chosen to be looked at, and is not the first of those that were examined
     """
-    text = first_sequence(batch)
+    text = first_sequence(model, batch)
     sites: list[dict[str, Any]] = []
     means: list[Tensor] = []
     links = Links()
@@ -103,11 +103,11 @@ def cell_means(scores: Scores, cells: int = CELLS, links: Links | None = None) -
     """(h, rows, columns) means of P over at most `cells` x `cells` cells; its weights are added to `links`."""
     h, m, n = scores.shape[-3:]
     rows, columns = _cell_of(m, min(cells, m)), _cell_of(n, min(cells, n))
-    sums = torch.zeros(h, min(cells, m), min(cells, n))
+    sums = torch.zeros(h, min(cells, m), min(cells, n), dtype=torch.float32)
     if links is not None:
         links.next_site(h)
     for start, block in _blocks(scores):
-        narrow = torch.zeros(h, block.shape[-2], sums.shape[-1]).index_add_(2, columns, block)
+        narrow = sums.new_zeros(h, block.shape[-2], sums.shape[-1]).index_add_(2, columns, block)
         sums.index_add_(1, rows[start : start + block.shape[-2]], narrow)
         if links is not None:
             links.add(block, start)
@@ -222,8 +222,8 @@ def _reduced(mean: Tensor, site: Mapping[str, Any], cells: int) -> Tensor:
         for length, old, new in ((m, rows, few[0]), (n, columns, few[1]))
     ]
     weighted = mean * sizes[0][:, None] * sizes[1]
-    narrow = torch.zeros(h, rows, few[1]).index_add_(2, groups[1], weighted)
-    sums = torch.zeros(h, *few).index_add_(1, groups[0], narrow)
+    narrow = weighted.new_zeros(h, rows, few[1]).index_add_(2, groups[1], weighted)
+    sums = weighted.new_zeros(h, *few).index_add_(1, groups[0], narrow)
     return sums / _edges(m, few[0]).diff()[:, None] / _edges(n, few[1]).diff()
 
 

@@ -30,7 +30,8 @@ class RewrittenModel(nn.Module):
         like = next(model.parameters(), torch.empty(0))
         self.sites = tuple(plan.sites)
         self.heads = nn.ModuleList(plan.mixed_heads(site).to(like.device, like.dtype) for site in self.sites)
-        self.train(model.training)
+        self.heads.train(model.training)
+        self.training = model.training  # not self.train, which would change the modes of parts of the model
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

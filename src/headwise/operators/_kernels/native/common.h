@@ -49,8 +49,8 @@ inline Vec exp_nonpositive(Vec t) {
   p = at::vec::fmadd(p, r, Vec(1.6666665459e-1f));
   p = at::vec::fmadd(p, r, Vec(5.0000001201e-1f));
   p = at::vec::fmadd(p, r * r, r) + Vec(1.0f);
-  const Int bits = at::vec::cast<int32_t>(p) + (at::vec::cast<int32_t>(shifted) << Int(23));
-  return Vec::blendv(at::vec::cast<float>(bits), Vec(0.0f), t < smallest);
+  const Int power = (at::vec::cast<int32_t>(shifted) << Int(23)) + Int(127 << 23);
+  return Vec::blendv(p * at::vec::cast<float>(power), Vec(0.0f), t < smallest);  // a product, so that NaN stays NaN
 }
 
 // Memory of one thread, aligned to vectors and not initialised.

@@ -34,13 +34,14 @@ class Provenance:
     def __init__(self) -> None:
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, which another tensor may get later
         self._parents: dict[int, tuple[int, ...]] = {}
+        self._sizes: dict[int, int] = {}  # number of entries
         self._last = self._mark = 0
 
     def note(self, args: tuple, kwargs: dict, out: Any) -> None:
         """`out` was computed from `args` and `kwargs`."""
-        outputs = _tensors((out,))
+        outputs = tensors((out,))
         if outputs:
-            given = _tensors((*args, *kwargs.values()) if kwargs else args)
+            given = tensors((*args, *kwargs.values()) if kwargs else args)
             inputs = tuple([self.number(x) for x in given if type(x) is not nn.Parameter])
             for x in outputs:
                 number = self.number(x)
@@ -54,10 +55,14 @@ class Provenance:
             return found[1]
         self._last += 1
         self._numbers[id(x)] = weakref.ref(x), self._last
+        self._sizes[self._last] = x.numel()
         return self._last
 
-    def sources(self, x: Tensor, among: set[int]) -> set[int]:
-        """Those numbers of `among` that x was computed from, and not through another of them."""
+    def sources(self, x: Tensor, among: set[int], *, same_size: bool = False) -> set[int]:
+        """Those numbers of `among` that x was computed from, and not through another of them.
+
+        same_size   by steps that keep the number of entries: views, casts, scaling, masks
+        """
         found, waiting, done = set[int](), [self.number(x)], set[int]()
         while waiting:
             number = waiting.pop()
@@ -67,7 +72,8 @@ class Provenance:
             if number in among:
                 found.add(number)
             else:
-                waiting += self._parents.get(number, ())
+                parents = self._parents.get(number, ())
+                waiting += [i for i in parents if self._sizes.get(i) == x.numel()] if same_size else parents
         return found
 
     def mark(self) -> None:
@@ -77,18 +83,21 @@ class Provenance:
     def forget_earlier_passes(self) -> None:
         """Forget what was computed up to the last mark."""
         self._parents = {number: parents for number, parents in self._parents.items() if number > self._mark}
+        self._sizes = {number: size for number, size in self._sizes.items() if number > self._mark}
         self._numbers = {key: entry for key, entry in self._numbers.items() if entry[0]() is not None}
 
 
-def attention_kind(calls: Sequence[LayerCall], query: Tensor, key: Tensor, provenance: Provenance | None) -> str:
+def attention_kind(
+    calls: Sequence[LayerCall], query: Tensor, key: Tensor, lengths: tuple[int, int], provenance: Provenance | None
+) -> str:
     """ "self" or "cross" for one attention call; `calls` are the running modules, innermost first.
 
     The arguments of the innermost module with parameters decide: one without only applies the softmax.
     """
-    m, n = query.shape[-2], key.shape[-2]
+    m, n = lengths
     layer = next((call for call in calls if next(call.module.parameters(), None) is not None), None)
     if provenance is not None and layer is not None:
-        given = {provenance.number(x): x for x in _tensors((*layer.args, *layer.kwargs.values()))}
+        given = {provenance.number(x): x for x in tensors((*layer.args, *layer.kwargs.values()))}
         of_query, of_key = (provenance.sources(x, set(given)) for x in (query, key))
         if of_key <= of_query and of_key:
             return "self"
@@ -104,12 +113,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
+def tensors(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among `values`, and in lists and tuples among them."""
     found = []
     for x in values:
         if isinstance(x, Tensor):
             found.append(x)
-        elif type(x) in (tuple, list):
+        elif isinstance(x, (tuple, list)):  # also the named results of torch
             found += [each for each in x if isinstance(each, Tensor)]
     return found
