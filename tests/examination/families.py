@@ -561,6 +561,10 @@ def in_a_process(names: list[str]) -> list[Verdict]:
     return [Verdict(**row) for row in json.loads(out.stdout.splitlines()[-1])]
 
 
+def _escaped(text: str) -> str:
+    return text.replace("|", " ").replace("[", "\\[").replace("]", "\\]")
+
+
 def table(verdicts: list[Verdict]) -> str:
     """The Markdown tables of the page."""
     lines = []
@@ -572,7 +576,7 @@ def table(verdicts: list[Verdict]) -> str:
             lines += [f"| {x.family} | {x.model} | {x.sites} | {x.error:.0e} | `{x.measure}` |" for x in rows]
         elif rows:
             lines += ["| family | model | why |", "|---|---|---|"]
-            lines += [f"| {x.family} | {x.model} | {x.why.replace('|', ' ')} |" for x in rows]
+            lines += [f"| {x.family} | {x.model} | {_escaped(x.why)} |" for x in rows]
         lines.append("")
     return "\n".join(lines).strip()
 
