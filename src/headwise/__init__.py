@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 
 TYPE_CHECKING = False  # a constant instead of typing's: importing typing would dominate the import time
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 # module -> the public names it defines; the import block below repeats them for type checkers
 _NAMES = {
