@@ -271,3 +271,13 @@ def test_every_builder_takes_a_kind_of_mask_or_says_what_to_use_instead(name: st
     assert kind.value not in parameters
     with pytest.raises(UnsupportedError, match=f"^{name}: does not support {kind.value}; use "):
         build(**{kind.value: True if kind is CAUSAL else torch.ones(3, dtype=torch.bool)})
+
+
+def test_attended_keys_are_those_of_any_query_and_head() -> None:
+    assert Mask(3, 4).attended_keys() is None
+    assert Mask(3, 3, causal=True).attended_keys() is None
+    padded = torch.tensor([True, True, False, True])
+    assert torch.equal(Mask(2, 4, key_mask=padded).attended_keys(), padded)
+    pairs = torch.zeros(2, 3, 4, dtype=torch.bool)  # two heads
+    pairs[0, 0, 1] = pairs[1, 2, 3] = True
+    assert Mask(3, 4, pair_mask=pairs).attended_keys().tolist() == [False, True, False, True]

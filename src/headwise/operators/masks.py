@@ -254,6 +254,13 @@ class Mask:
             return reach
         return torch.nn.functional.pad(self.key_mask.cumsum(-1), (1, 0)).index_select(-1, reach)
 
+    def attended_keys(self) -> Tensor | None:
+        """(n,) boolean: the keys that some query attends to; None if that is all of them."""
+        if self.visible is None:
+            return None
+        keys = self.visible.flatten(0, -2).any(dim=0)
+        return None if bool(keys.all()) else keys
+
     def empty_rows(self, device: torch.device | None = None) -> Tensor | None:
         """Boolean (*batch, m), True where a query attends to no key at all; None if that cannot happen."""
         device = self.device if device is None else device

@@ -274,7 +274,7 @@ def _rows(batch: Batch, texts: int) -> list[Batch] | None:
 
 
 def _real_queries(mask: Mask) -> Tensor | None:
-    """(texts, m) False where queries are padding: keys that nobody attends to, where queries and keys are the same."""
+    """(texts, m) False where queries are padding: keys that no query attends to, if queries and keys are the same."""
     if mask.visible is None or mask.m != mask.n:
         return None
     attended = mask.visible.any(dim=-2).any(dim=1)

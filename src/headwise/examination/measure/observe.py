@@ -219,11 +219,11 @@ class MeasuredPart:
 def measured_part(call: AttentionCall, b: int, queries: Tensor | None = None) -> MeasuredPart:
     """What is measured of sequence b: keys that some query attends to, and queries that attend to some key.
 
-    In self-attention a key that nobody attends to is padding, and so is its query.  `queries` (m,) boolean says which
+    In self-attention a key that no query attends to is padding, and so is its query.  `queries` (m,) boolean says which
     queries of cross-attention are no padding, if that is known.
     """
     mask, aligned = call.mask.index(b), call.kind == "self" and call.mask.m == call.mask.n
-    keys = attended_keys(mask)
+    keys = mask.attended_keys()
     if keys is not None and not bool(keys.any()):
         raise InputError(
             f"{call.site}: the mask of text {b} of the batch hides all of its {mask.n} keys, so there is no "
@@ -252,14 +252,6 @@ def _positions(mask: Mask, queries: Tensor | None, keys: Tensor | None, ahead: i
     return (keys.cumsum(0) - keys.long()).cpu()[places]  # the number of keys before it
 
 
-def attended_keys(mask: Mask) -> Tensor | None:
-    """(n,) boolean: the keys that some query attends to; None if that is all of them."""
-    if mask.visible is None:
-        return None
-    keys = mask.visible.any(dim=-2).any(dim=0)
-    return None if bool(keys.all()) else keys
-
-
 def sequence(call: AttentionCall, b: int) -> tuple[Scores, Tensor]:
     """Scores and values of sequence b, as far as they are measured."""
     call = call.measurable
@@ -277,7 +269,7 @@ class BlockTokens:
         """Note an attention call of the block."""
         self._layouts[block] = self._layouts[None] = layout = SequenceLayout.of(call)
         if call.kind == "self" and call.windows == 1 and call.mask.m == call.mask.n:
-            self._kept[block] = [attended_keys(call.mask.index(b)) for b in range(layout.sequences)]
+            self._kept[block] = [call.mask.index(b).attended_keys() for b in range(layout.sequences)]
 
     def queries(self, block: str | None, call: AttentionCall, b: int) -> Tensor | None:
         """The queries of a call that are no padding, from the self-attention of the same block; None: not known."""

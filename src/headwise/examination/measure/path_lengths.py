@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headwise.examination.measure.observe import attended_keys
 from headwise.models.intercept import SdpaArguments, read_sdpa
 from headwise.models.run import Batch, blocks_of, first_sequence, in_double, map_batch, run_model
 from headwise.theory.collapse import relative_residual
@@ -161,7 +160,7 @@ def _kept_tokens(held: list[Any], length: int) -> Tensor:
     """(length,) boolean: tokens that are no padding, from the first self-attention over all of them."""
     for call in held:
         if isinstance(call, SdpaArguments) and call.mask.m == call.mask.n == length:
-            keys = attended_keys(call.mask.index(0))
+            keys = call.mask.index(0).attended_keys()
             return torch.ones(length, dtype=torch.bool) if keys is None else keys
     return torch.ones(length, dtype=torch.bool)
 

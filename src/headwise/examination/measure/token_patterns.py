@@ -28,7 +28,6 @@ from torch import Tensor
 from headwise.models.intercept import AttentionCall
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
-from headwise.operators.masks import Mask
 
 PATTERNS = {"duplicate": 0, "induction": 1, "previous_of_duplicate": -1}
 """pattern -> the key's distance from another place of the query's token"""
@@ -125,7 +124,7 @@ class BatchTokens:
         _, m, n = scores.shape
         if ids is None or call.kind != "self" or ids.shape != (len(call.k), call.k.shape[-2]) or m != n:
             return None
-        row, kept = ids[b], _attended_keys(call.mask.index(b))
+        row, kept = ids[b], call.mask.index(b).attended_keys()
         row = row if kept is None else row[kept]
         if len(row) != n:
             return None
@@ -231,11 +230,6 @@ _BYTES = _byte_characters()
 def _at(x: Tensor, pairs: _Pairs) -> Tensor:
     """x (…, m or 1, n) at the pairs: (…, tokens, rows, 3 width)."""
     return x[..., pairs.i.unsqueeze(-1) if x.shape[-2] > 1 else 0, pairs.j.unsqueeze(-2)]
-
-
-def _attended_keys(mask: Mask) -> Tensor | None:
-    """(n,) the keys that some query attends to; None if no mask hides any."""
-    return None if mask.visible is None else mask.visible.any(dim=-2).any(dim=0)
 
 
 def token_ids(batch: Any) -> dict[str, Tensor]:

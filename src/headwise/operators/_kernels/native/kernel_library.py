@@ -1,7 +1,7 @@
 """The compiled kernels of this process: when they are built and loaded, and whether they run for given tensors.
 
     off            HEADWISE_KERNELS=off
-    not built      nothing has asked for them yet
+    not built      nothing has needed them yet
     building       a compiler runs in the background; torch's calls run meanwhile
     ready          loaded
     unavailable    no compiler, a failed build, a cache that others can write, …; `reason` says which
