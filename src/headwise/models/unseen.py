@@ -64,7 +64,7 @@ def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
     found = {
         name: BY_HAND
         for name in watch.attends
-        if name not in seen  # the softmax was seen too, or is the weights that a caller of torch's layer asked for
+        if name not in seen  # seen, or the softmax of weights that a caller of torch's layer requested
     }
     found.update(dict.fromkeys(functions.callers, FLEXIBLE))
     known = seen | found.keys()
