@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -192,6 +192,7 @@ def place(results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A directory with one file of each kind, and the long functions replaced."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("some words")
     (tmp_path / "text.safetensors").write_text("some words")
     torch.save({name: torch.randn(1, 4, 2) for name in "qkv"}, tmp_path / "tensors.pt")
@@ -212,6 +213,7 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
     from headwise.bench.peers import LayerTimes
     from headwise.bench.scaling import Scaling
     from headwise.models.receipt import Receipt
+    from headwise.operators._kernels.native.kernel_cache import BuildRecord
     from headwise.replacement.model_comparison import ModelDifference
 
     timing = Timing(0.1, float("nan"))
@@ -240,6 +242,8 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
         "torch.export.export": None,
     }.items():
         put(name, lambda *args, result=result, **options: result)
+    record = BuildRecord("g++", "g++ 12", 1.0, "now", None, "g++ ended with 1: it printed nothing")
+    put("headwise.operators._kernels.native.kernel_build.build", lambda **options: record)
     put("headwise.cli.grow_command._draw_widths", lambda path, snapshots: path.touch())
     for name in (
         "headwise.replacement.planning.trade_off_figure.draw",
@@ -250,6 +254,12 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
         put(name, lambda *args: Path(args[-1]).touch())
 
 
+FOUND = {
+    "examine": [["examine", "--length=--", "-o", "new", "--importance"]],
+    "verify": [["verify", "--weights=--", "-o", "new", "--force"]],
+    "tour": [["tour", "--out=--"], ["tour", "-o--"], ["tour", "-o=--"]],
+}
+"""Command lines that once ended in a bug."""
 LINES = [line for command in COMMANDS for line in parsers(command)]
 
 
@@ -277,5 +287,7 @@ def test_command_lines(
             json.loads(printed.out, parse_constant=pytest.fail)
         codes.add(code)
 
+    for argv in FOUND.get(" ".join(words), ()):
+        check = example(argv)(check)
     check()
     assert codes >= {0, 2}

@@ -55,8 +55,10 @@ class Parser(argparse.ArgumentParser):
         for arg in itertools.takewhile(lambda arg: arg != "--", args):
             if "\0" in arg:
                 self.error(f"an argument holds a NUL character: {arg!r}")
-            name = arg.partition("=")[0] if arg.startswith("--") else arg[:2]
+            name, _, value = arg.partition("=") if arg.startswith("--") else (arg[:2], "", arg[2:].removeprefix("="))
             action = self._option_string_actions.get(name)
+            if action is not None and action.nargs != 0 and value == "--":
+                self.error(f"{name} is '--'; give a value")  # argparse drops it, and the value is an empty list
             if action is not None and action.nargs != 0 and action.dest in given:
                 self.error(f"{name} is given twice")
             given.add(None if action is None else action.dest)
