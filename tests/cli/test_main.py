@@ -203,6 +203,49 @@ def test_a_third_signal_ends_at_once(tmp_path: Path) -> None:
     assert (code, left) == (143, True)
 
 
+def test_an_interruption_while_python_ends_is_ignored() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from headwise.cli.main import main\n"
+        "sys.argv = ['headwise', 'kernels', '--no-such-option']\n"
+        "code = main()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+# a process that is interrupted at its k-th import after the first lines of the command
+STARTING = """
+import os, sys
+wanted, before = int(sys.argv.pop(1)), {"headwise", "headwise.__main__", "_signal", "__future__", "importlib", "warnings"}
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        global wanted
+        if name not in before:
+            wanted -= 1
+            if wanted == 0:
+                os.kill(os.getpid(), 2)
+sys.meta_path.insert(0, Finder())
+from headwise.__main__ import start
+sys.exit(start())
+"""
+
+
+@pytest.mark.parametrize("moment", [1, 2, 5, 10, 20, 30])
+def test_an_interruption_while_python_imports_the_command(moment: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", STARTING, str(moment), "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(headwise.__file__).parents[1])},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "headwise: interrupted\n")
+
+
 def in_a_shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     line = line.replace("headwise", f"{shlex.quote(sys.executable)} -m headwise", 1)
     return subprocess.run(

@@ -9,6 +9,8 @@ and does something at the k-th that writes below its working directory.
     tell              write a byte to the pipe `tell`, so that the caller can send a signal a moment later
     errno N           let the call fail with that error
     remove DIR        delete DIR first
+
+At the call number "end", which comes after `main`, a signal is sent as by a user who is a moment too late.
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ class Server:
 class Watch:
     """An audit hook: counts the calls that write below `directory`, and acts at the k-th."""
 
-    def __init__(self, directory: str, logs: str, at: int | None, do: str | None) -> None:
+    def __init__(self, directory: str, logs: str, at: int | str | None, do: str | None) -> None:
         self.directory, self.logs = os.path.join(directory, ""), os.path.join(logs, "")
         self.at, self.do = at, (do or "").split(maxsplit=1)
         self.count = 0
@@ -246,9 +248,12 @@ def _child(request: dict[str, Any]) -> None:
         os.setuid(request["user"])
     watch = Watch(directory, logs, request.get("at"), request.get("do"))
     sys.addaudithook(watch)
+    sys.argv = ["headwise", *request["arguments"]]
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS.values())
-        code = main(request["arguments"])
+        code = main()  # as the process of a user: given arguments, it would restore Python's handlers
+        if request.get("at") == "end":
+            os.kill(os.getpid(), SIGNALS[request["do"]])
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 2
     except BaseException:
@@ -308,6 +313,7 @@ def _serve() -> None:
                 _child(request)
             except BaseException:
                 traceback.print_exc()
+                sys.stderr.flush()
             os._exit(OUTSIDE)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS.values())
         try:

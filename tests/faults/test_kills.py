@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,13 @@ EXAMINE, REWRITE = "examine a factory", "rewrite"
 def test_a_killed_run_can_be_finished(server, session, references, tmp_path, name, signal, moment) -> None:
     kill = Kill(SUBJECTS[name], signal, moment)
     assert kill_once(server, tmp_path, session, kill, references[name]).problems == []
+
+
+def test_an_interruption_after_the_last_write_comes_too_late(server, tmp_path: Path) -> None:
+    """Nothing is left to stop: the run has succeeded, and says so."""
+    ended = server.run(["models", "--json"], tmp_path, at="end", do="int")
+    assert (ended.code, ended.err) == (0, "")
+    assert json.loads(ended.out)
 
 
 def test_a_result_that_is_being_replaced_is_never_mixed(server, session, references, tmp_path: Path) -> None:
