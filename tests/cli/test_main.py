@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import shlex
 import signal
@@ -296,3 +297,16 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 141
+
+
+@pytest.mark.parametrize("line", ["plan python:no_such:thing -o out --json", "rewrite --plan plan -o out"])
+def test_a_missing_package_is_named_before_the_work(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    find = importlib.util.find_spec
+    absent = lambda name, *rest: None if name == "safetensors" else find(name, *rest)  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", absent)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(line.split()) == 2
+    assert "needs safetensors, which is not installed" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import xml.etree.ElementTree as ElementTree
 import zipfile
@@ -88,7 +89,7 @@ def check_sentence(trial: Trial, ended: Ended, *, codes: set[int], lines: int = 
         trial.broken("exit code", f"{ended.code} instead of {sorted(codes)}: {ended.err.strip()[-200:]!r}")
     said = ended.err.strip().splitlines()
     unexplained = "Traceback" in ended.err or "bug in headwise" in ended.err
-    if unexplained or len(said) > lines or any(not line.startswith("headwise ") for line in said):
+    if unexplained or len(said) > lines or any(not line.startswith(("headwise ", "headwise: ")) for line in said):
         trial.broken("traceback", f"{(said or [''])[-1][:300]!r}, {len(said)} lines")
     elif ended.code not in (0, 1, 137, 143) and not said:
         trial.broken("traceback", f"exit code {ended.code} without a word")
@@ -117,6 +118,11 @@ def whole(path: Path) -> str | None:
             import torch
 
             torch.load(path, weights_only=True)
+        elif path.name == "kernels.so":
+            record = path.with_name("build.json")
+            if record.exists():
+                expected = json.loads(record.read_text())["sha256"]
+                assert hashlib.sha256(path.read_bytes()).hexdigest() == expected, "build.json is of another library"
         elif path.suffix == ".pt2":
             with zipfile.ZipFile(path) as archive:
                 assert archive.testzip() is None, "damaged archive"

@@ -71,27 +71,20 @@ def small_disk(directory: Path, size: int | None) -> Iterator[None]:
     shutil.copytree(kept, directory, symlinks=True, dirs_exist_ok=True)
 
 
-def _target(subject: Subject) -> str:
-    """The name of what the command writes."""
-    arguments = list(subject.arguments)
-    flag = "-o" if "-o" in arguments else "--out"
-    return arguments[arguments.index(flag) + 1]
-
-
 def _a_file_in_the_way(directory: Path, subject: Subject) -> None:
-    (directory / _target(subject)).write_bytes(b"not yours\n")
+    (directory / subject.target).write_bytes(b"not yours\n")
 
 
 def _a_dangling_link(directory: Path, subject: Subject) -> None:
-    (directory / _target(subject)).symlink_to("nowhere/at/all")
+    (directory / subject.target).symlink_to("nowhere/at/all")
 
 
 def _a_directory_in_the_way(directory: Path, subject: Subject) -> None:
-    (directory / _target(subject)).mkdir()
+    (directory / subject.target).mkdir()
 
 
 def _read_only(directory: Path, subject: Subject) -> None:
-    target = directory / _target(subject)
+    target = directory / subject.target
     if not target.suffix:
         target.mkdir(exist_ok=True)
         target.chmod(0o555)
@@ -144,7 +137,7 @@ def draw_disk_faults(
                 yield DiskFault(subject, "full disk", size=pages * 4096, detail=f"{pages} pages")
         user = {"user": NOBODY} if os.geteuid() == 0 else {}
         yield DiskFault(subject, "read-only directory", user, before="read-only directory")
-        directory = not Path(_target(subject)).suffix
+        directory = not Path(subject.target).suffix
         obstacles = (
             ("a file in the way", "a dangling link") if directory else ("a directory in the way", "a dangling link")
         )
@@ -152,7 +145,7 @@ def draw_disk_faults(
             yield DiskFault(subject, obstacle, before=obstacle)
         if directory:
             for at in sorted(rng.sample(range(1, writes + 1), min(max(1, each // 3), writes))):
-                request = {"at": at, "do": f"remove {_target(subject)}"}
+                request = {"at": at, "do": f"remove {subject.target}"}
                 yield DiskFault(subject, "directory removed", request, detail=f"at write {at}")
 
 
@@ -168,7 +161,7 @@ def disk_once(server: Server, directory: Path, session: Path, fault: DiskFault, 
         else:
             PREPARE[fault.before](directory, subject)
         before = _state(directory)
-        ended = server.run(subject.command(session), directory, logs=logs, **fault.request)
+        ended = server.run(subject.command(session), directory, logs=logs, **subject.request(session), **fault.request)
     _check_end(trial, ended)
     trial.reached = ended.code != 0
     if obstructed:
@@ -195,13 +188,13 @@ def _take_away(
     trial: Trial, directory: Path, subject: Subject, before: dict[str, Any], reference: Reference, ended: Ended
 ) -> None:
     """What stood in the way is as it was, and nothing else has appeared; or the run went around it and succeeded."""
-    for path in (directory, directory / _target(subject)):
+    for path in (directory, directory / subject.target):
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o755)
     after = _state(directory)
     changed = {name for name in before if after.get(name) != before[name]}
     if ended.code == 0:
-        changed -= {_target(subject)}  # a directory that was filled, a link that was followed
+        changed -= {subject.target}  # a directory that was filled, a link that was followed
     if changed:
         trial.broken("lost", f"{sorted(changed)} changed")
     if ended.code != 0 and set(after) - set(before):

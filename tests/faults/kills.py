@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Reference:
 
 def uninterrupted(server: Server, directory: Path, session: Path, subject: Subject) -> Reference:
     plant(directory, subject)
-    ended = server.run(subject.command(session), directory)
+    ended = server.run(subject.command(session), directory, **subject.request(session))
     assert ended.code == 0, f"{subject.name} ended with {ended.code}: {ended.err}"
     files = tree(directory) - set(subject.planted)
     return Reference(subject.numbers(directory, ended.out), files, ended.seconds, ended.writes)
@@ -66,15 +66,24 @@ def draw_kills(
     whole = sum(subject.share for subject in subjects)
     for subject in subjects:
         signals = itertools.cycle(rng.sample(sorted(SIGNALS), 3))
-        writes = references[subject.name].writes
         for index in range(max(1, round(count * subject.share / whole))):
-            if index % 2 == 0 or not writes:
-                moment = f"{rng.uniform(0.02, 0.98):.3f}"
-            elif index % 4 == 1:
-                moment = f"write {rng.randint(1, writes)}"
-            else:
-                moment = f"write {rng.randint(1, writes)} + {rng.uniform(0, 0.004):.4f}"
+            moment = draw_moment(index, references[subject.name].writes, rng)
             yield Kill(subject, next(signals), moment, over=bool(subject.other) and index % 8 == 5)
+
+
+def draw_moment(index: int, writes: int, rng: random.Random, until: float = 1.0) -> str:
+    """A moment in the first part `until` of the run."""
+    if index % 2 == 0 or not writes:
+        return f"{rng.uniform(0.02, 0.98) * until:.3f}"
+    at = rng.randint(1, max(1, int(writes * until)))
+    return f"write {at}" if index % 4 == 1 else f"write {at} + {rng.uniform(0, 0.004):.4f}"
+
+
+def earlier(kill: Kill, reference: Reference, attempt: int) -> Kill:
+    """The same kind of kill in an earlier part of the run: on a busy machine runs do not take as long as before."""
+    rng = random.Random(f"{kill.subject.name} {kill} {attempt}")
+    index = 0 if kill.cold or not kill.moment.startswith("write") else 3 if "+" in kill.moment else 1
+    return replace(kill, moment=draw_moment(index, reference.writes, rng, until=0.6**attempt))
 
 
 def kill_once(server: Server, directory: Path, session: Path, kill: Kill, reference: Reference) -> Trial:
@@ -89,7 +98,7 @@ def kill_once(server: Server, directory: Path, session: Path, kill: Kill, refere
         shutil.copytree(session / "earlier" / subject.name / "out", directory / "out", dirs_exist_ok=True)
         before = {name: (directory / name).read_bytes() for name in tree(directory)}
     command = subject.command(session, *extra)
-    ended = (_kill_cold if kill.cold else _kill_warm)(server, directory, command, kill, reference, trial)
+    ended = (_kill_cold if kill.cold else _kill_warm)(server, directory, session, command, kill, reference, trial)
     if ended.code == 0:
         trial.reached = False
     else:
@@ -103,34 +112,50 @@ def kill_once(server: Server, directory: Path, session: Path, kill: Kill, refere
 
 
 def _kill_warm(
-    server: Server, directory: Path, command: list[str], kill: Kill, reference: Reference, trial: Trial
+    server: Server,
+    directory: Path,
+    session: Path,
+    command: list[str],
+    kill: Kill,
+    reference: Reference,
+    trial: Trial,
 ) -> Ended:
+    request = kill.subject.request(session)
     if not kill.moment.startswith("write"):
-        run = server.start(command, directory)
+        run = server.start(command, directory, **request)
         time.sleep(max(0.003, float(kill.moment) * reference.seconds - (time.monotonic() - run.began)))
         run.signal(kill.signal, whole_group=kill.signal == "int")
     elif "+" in kill.moment:
         at, _, delay = kill.moment.removeprefix("write ").partition(" + ")
-        run = server.start(command, directory, at=int(at), do="tell")
+        run = server.start(command, directory, at=int(at), do="tell", **request)
         if run.told(10 * reference.seconds + 5):
             time.sleep(float(delay))
             run.signal(kill.signal, whole_group=kill.signal == "int")
     else:
-        run = server.start(command, directory, at=int(kill.moment.removeprefix("write ")), do=kill.signal)
+        run = server.start(command, directory, at=int(kill.moment.removeprefix("write ")), do=kill.signal, **request)
     ended = run.wait()
     if run.processes_left() and kill.signal != "kill":
         trial.broken("leftover", "a process of the run goes on")
     return ended
 
 
+COLD = "from headwise.__main__ import start; print('started', flush=True); raise SystemExit(start())"
+
+
 def _kill_cold(
-    server: Server, directory: Path, command: list[str], kill: Kill, reference: Reference, trial: Trial
+    server: Server,
+    directory: Path,
+    session: Path,
+    command: list[str],
+    kill: Kill,
+    reference: Reference,
+    trial: Trial,
 ) -> Ended:
-    """As a user starts it: `python -m headwise`; the fraction is of ten seconds, which covers the imports."""
+    """A new interpreter; the fraction is of ten seconds from the first line of the command: imports are hit too."""
     environment = {**os.environ, **ONE_THREAD, **QUIET, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
     began = time.monotonic()
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "headwise", *command],
+        [sys.executable, "-P", "-c", COLD, *command],
         cwd=directory,
         env=environment,
         stdout=subprocess.PIPE,
@@ -138,6 +163,8 @@ def _kill_cold(
         text=True,
         process_group=0,
     ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
         time.sleep(float(kill.moment) * 10)
         process.send_signal(SIGNALS[kill.signal])
         out, err = process.communicate(timeout=180)
@@ -181,9 +208,10 @@ def finish(
     A run that had written everything before it was interrupted refuses to be repeated: that is its result.
     """
     extra = ("--force",) if force else subject.again
-    ended = server.run(subject.command(session, *extra), directory)
+    request = subject.request(session)
+    ended = server.run(subject.command(session, *extra), directory, **request)
     if ended.code == 2 and not force and "--force" in ended.err:
-        ended = server.run(subject.command(session, "--force"), directory)
+        ended = server.run(subject.command(session, "--force"), directory, **request)
     if ended.code != 0:
         trial.broken("stuck", f"exit code {ended.code}: {ended.err.strip()[-300:]!r}")
         return

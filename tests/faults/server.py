@@ -56,6 +56,7 @@ class Run:
 
     server: Server
     pid: int
+    directory: Path
     logs: Path
     began: float = field(default_factory=time.monotonic)
 
@@ -86,17 +87,27 @@ class Run:
         return Ended(124 if late else code, out, err, time.monotonic() - self.began, writes)
 
     def processes_left(self, patience: float = 2.0) -> bool:
-        """Whether processes of the run outlive it; they are then killed."""
+        """Whether processes of the run outlive it, in its group or in its directory; they are then killed."""
         until = time.monotonic() + patience
-        try:
-            os.killpg(self.pid, 0)
-            while time.monotonic() < until:
-                time.sleep(0.02)
-                os.killpg(self.pid, 0)
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-        return True
+        while left := self._processes():
+            if time.monotonic() > until:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return True
+            time.sleep(0.02)
+        return False
+
+    def _processes(self) -> list[int]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended
+                in_directory = Path(os.readlink(entry / "cwd").removesuffix(" (deleted)")).is_relative_to(
+                    self.directory
+                )
+                if in_directory or os.getpgid(int(entry.name)) == self.pid:
+                    found.append(int(entry.name))
+        return found
 
 
 class Server:
@@ -118,6 +129,7 @@ class Server:
         at, do     plant a fault, see above
         limits     {name of a resource limit: value}; RLIMIT_AS counts from what the process has
         user       run as this user id
+        environment  variables to set
         logs       another directory for what the command prints
         """
         logs = Path(request.pop("logs", directory))
@@ -131,7 +143,7 @@ class Server:
         reply = self.reply(60.0)
         if reply is None:
             raise RuntimeError("the server does not answer")
-        return Run(self, reply["pid"], logs)
+        return Run(self, reply["pid"], directory, logs)
 
     def run(self, arguments: list[str], directory: Path, *, seconds: float = 180.0, **request: Any) -> Ended:
         run = self.start(arguments, directory, **request)
@@ -236,8 +248,10 @@ def _child(request: dict[str, Any]) -> None:
         os.close(fd)
     counted = os.open(os.path.join(logs, ".writes"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", encoding="utf-8", closefd=False) for fd in (1, 2))
+    from headwise.__main__ import _end
     from headwise.cli.main import main
 
+    os.environ.update(request.get("environment", {}))
     for name, value in request.get("limits", {}).items():
         limit = getattr(resource, name)
         if name == "RLIMIT_AS":
@@ -249,6 +263,7 @@ def _child(request: dict[str, Any]) -> None:
     watch = Watch(directory, logs, request.get("at"), request.get("do"))
     sys.addaudithook(watch)
     sys.argv = ["headwise", *request["arguments"]]
+    signal.signal(signal.SIGINT, _end)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS.values())
         code = main()  # as the process of a user: given arguments, it would restore Python's handlers
@@ -271,6 +286,7 @@ def _child(request: dict[str, Any]) -> None:
 
 
 def _serve() -> None:
+    import jinja2  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import torch
     import transformers

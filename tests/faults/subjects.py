@@ -34,6 +34,12 @@ class Subject:
     other: tuple[str, ...] = ()  # arguments of another run whose result could be mixed with this one's
     planted: tuple[str, ...] = ("mine.txt", "out/mine.txt")  # files of the user
     share: float = 1.0  # of the kills; less for long runs
+    environment: tuple[tuple[str, str], ...] = ()  # variables
+    target: str = "out"  # what it writes
+
+    def request(self, session: Path) -> dict[str, Any]:
+        """What `Server.start` needs beside the command line."""
+        return {"environment": {name: value.format(session=session) for name, value in self.environment}}
 
     def command(self, session: Path, *more: str) -> list[str]:
         return [argument.format(session=session) for argument in self.arguments] + list(more)
@@ -83,6 +89,38 @@ def write_models(directory: Path) -> None:
         Image.fromarray(pixels.numpy()).save(directory / "images" / f"{index}.png")
     torch.export.save(torch.export.export(cnn(), (torch.randn(1, 3, 8, 8),)), directory / "cnn.pt2")
     torch.save({name: torch.randn(1, 32, 8) for name in "qkv"}, directory / "heads.pt")
+    write_history(directory)
+
+
+def write_history(directory: Path) -> None:
+    """What a Monitor saved: 40 steps of 8 heads."""
+    from headwise.examination.monitor.history import NAMES, Head, History
+
+    draws, history = torch.Generator().manual_seed(0), History(model="tiny")
+    heads = [Head(f"layers.{layer}", head) for layer in range(2) for head in range(4)]
+    for step in range(40):
+        numbers = torch.rand(len(heads), len(NAMES), generator=draws).tolist()
+        history.add(step, dict(zip(heads, numbers, strict=True)))
+    history.save(directory / "history.json")
+
+
+COMPILER = """#!/bin/sh
+# copies a library that was compiled before, in two parts, in a process of its own as g++ starts cc1plus
+[ "$1" = --version ] && { echo stand-in; exit; }
+for word; do [ "$last" = -o ] && output=$word; last=$word; done
+export output
+sh -c 'head -c 50000 "{library}" > "$output" && sleep 0.3 && cat "{library}" > "$output"; exit $?'
+"""
+
+
+def write_compiler(directory: Path, server: Server) -> None:
+    """Compile the kernels once, and write a script that gives the result as if it had just compiled it."""
+    environment = {"HEADWISE_CACHE": str(directory / "compiled"), "HEADWISE_KERNELS": "auto"}
+    ended = server.run(["kernels", "build", "--json"], directory / "compiling", seconds=900, environment=environment)
+    assert ended.code == 0, ended.err
+    (library,) = (directory / "compiled").rglob("kernels.so")
+    (directory / "compiler").write_text(COMPILER.replace("{library}", str(library)))
+    (directory / "compiler").chmod(0o755)
 
 
 def write_results(directory: Path, server: Server) -> None:
@@ -167,6 +205,27 @@ def printed(_: Path, out: str) -> Any:
     return steady(facts)
 
 
+def printed_list(_: Path, out: str) -> Any:
+    return json.loads(out)
+
+
+def _compared(directory: Path, out: str) -> Any:
+    assert (directory / "out" / "comparison.html").exists(), "no comparison.html"
+    return steady_json(directory / "out" / "comparison.json"), printed(directory, out)
+
+
+def _monitored(directory: Path, out: str) -> Any:
+    return _digest(directory / "out" / "history.html"), _digest(directory / "out" / "history.json"), json.loads(out)
+
+
+def _built(directory: Path, out: str) -> Any:
+    facts = json.loads(out)
+    assert (facts["state"], facts["runs"]) == ("ready", "kernels"), facts
+    (library,) = (directory / "out").rglob("kernels.so")
+    assert facts["build"]["sha256"] == _digest(library), "build.json is of another library"
+    return _digest(library)
+
+
 def _toured(directory: Path, out: str) -> Any:
     return steady(json.loads(out)), _digest(directory / "out" / "tour.png")
 
@@ -235,9 +294,20 @@ SUBJECTS: dict[str, Subject] = {
             other=SEED,
         ),
         Subject(
-            "verify", ("verify", "--source", "S3", "--quiet", "-o", "out.json"), _verified, planted=BESIDE, share=0.6
+            "verify",
+            ("verify", "--source", "S3", "--quiet", "-o", "out.json"),
+            _verified,
+            planted=BESIDE,
+            share=0.6,
+            target="out.json",
         ),
-        Subject("convert", ("convert", "{session}/cnn.pt2", "-o", "out.pt2", "--json"), _converted, planted=BESIDE),
+        Subject(
+            "convert",
+            ("convert", "{session}/cnn.pt2", "-o", "out.pt2", "--json"),
+            _converted,
+            planted=BESIDE,
+            target="out.pt2",
+        ),
         Subject(
             "bench scaling",
             ("bench", "scaling", "--operators", "softmax", "--n", "64", "128", "--quick", "--quiet", "-o", "out"),
@@ -258,6 +328,25 @@ SUBJECTS: dict[str, Subject] = {
             planted=BESIDE,
             share=0.6,
         ),
+        Subject(
+            "compare -o",
+            ("compare", "{session}/examined-bert/out", "{session}/examined-bert-2/out", "--json", "-o", "out"),
+            _compared,
+            share=0.6,
+        ),
+        Subject("monitor", ("monitor", "{session}/history.json", "--json", "-o", "out"), _monitored, share=0.6),
+        Subject(
+            "kernels build",
+            ("kernels", "build", "--json"),
+            _built,
+            share=0.5,
+            environment=(
+                ("HEADWISE_CACHE", "out"),
+                ("HEADWISE_KERNELS", "auto"),
+                ("CXX", "{session}/compiler"),
+            ),
+        ),
+        Subject("models", ("models", "--json"), printed_list, planted=BESIDE, share=0.2),
         Subject("tour", ("tour", "--side", "8", "--out", "out", "--json"), _toured),
     )
 }

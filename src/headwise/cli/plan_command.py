@@ -22,6 +22,7 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if not options.json:
         check_extra("report", "the figure", "matplotlib")
+    check_extra("models", "a plan", "safetensors")
     if options.report is not None:
         from headwise.examination.report.page import check_report
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.cli.options import Parser, add_force, add_json, add_model, add_output, file_path, is_quiet, load, number
+from headwise.errors import check_extra
 
 if TYPE_CHECKING:
     from headwise.models.receipt import Receipt
@@ -28,6 +29,7 @@ def run(argv: list[str]) -> int:
     add_force(parser)
     add_json(parser, "the receipt")
     options = parser.parse_args(argv)
+    check_extra("models", "a rewritten model", "safetensors")
     receipt = _rewrite(options)
     if options.json:
         from headwise.outputs import json_text

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,37 @@ def test_two_processes_that_build_at_once_end_with_one_good_library(compiler: Fa
     record = kernel_cache.read_record()
     assert record is not None
     assert not kernel_cache.damaged(record)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_build_that_is_stopped_leaves_nothing_behind(
+    compiler: FakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    pids, slow = tmp_path / "pids", tmp_path / "slow"
+    slow.write_text(  # a compiler that starts another process, as g++ does, with a temporary file
+        '#!/bin/sh\n[ "$1" = --version ] && exit\n'
+        'for word; do [ "$last" = -o ] && output=$word; last=$word; done\n'
+        f'touch "$output" "$(mktemp)"; sh -c \'echo $$ > {pids}; sleep 30; exit\'; exit 1\n'
+    )
+    slow.chmod(0o755)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "CXX": str(slow), "TMPDIR": str(temporary)}
+    with subprocess.Popen([sys.executable, "-m", "headwise", "kernels", "build"], env=environment) as process:
+        for _ in range(1000):
+            if pids.exists() and pids.read_text().endswith("\n"):
+                break
+            time.sleep(0.05)
+        process.send_signal(number)
+    assert process.returncode == (143 if number == signal.SIGTERM else -9)
+    if number == signal.SIGTERM:
+        stat = Path(f"/proc/{pids.read_text().strip()}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"  # dead, and perhaps unburied
+    else:
+        os.kill(int(pids.read_text()), signal.SIGKILL)
+    assert list(temporary.iterdir()) == []
+    assert kernel_build.build().reason is None
+    assert {file.name for file in kernel_cache.directory().iterdir()} == {"kernels.so", "build.json"}
 
 
 @linux

@@ -12,12 +12,14 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +27,7 @@ from headwise.errors import HeadwiseError, InputError
 from headwise.locks import DirectoryLock
 from headwise.operators._kernels.native import kernel_cache
 from headwise.operators._kernels.native.kernel_cache import BuildRecord
-from headwise.outputs import atomic
+from headwise.outputs import flush_to_disk, writing
 
 COMPILERS = ("g++", "c++", "clang++")
 LONGEST = 900.0
@@ -79,12 +81,15 @@ def build(*, force: bool = False) -> BuildRecord:
         version = _first_line([*compiler, "--version"])
         start = time.monotonic()
         library = kernel_cache.library_file()
-        reason, sha256 = None, None
-        with contextlib.suppress(_Failed), atomic(library) as temporary:
-            reason = _compile(compiler, temporary) or _check(temporary)
-            if reason is not None:
-                raise _Failed
-            sha256 = kernel_cache.file_hash(temporary)
+        sha256 = None
+        with _workspace(directory) as workspace:
+            made = workspace / library.name
+            reason = _compile(compiler, made) or _check(made)
+            if reason is None:
+                with writing(library):
+                    sha256 = kernel_cache.file_hash(made)
+                    flush_to_disk(made)
+                    made.replace(library)
         record = BuildRecord(
             compiler=shlex.join(compiler),
             version=version,
@@ -102,10 +107,6 @@ def is_out_of_date(record: BuildRecord) -> bool:
     if record.reason is not None:
         return record.compiler != shlex.join(find_compiler() or [])
     return kernel_cache.damaged(record)
-
-
-class _Failed(Exception):
-    """Leaves the block that would publish the library."""
 
 
 def compile_command(compiler: Sequence[str], output: Path) -> list[str]:
@@ -131,11 +132,9 @@ def program() -> str:
 def _compile(compiler: Sequence[str], output: Path) -> str | None:
     """None, or the reason of the failure."""
     compiled = output.with_suffix(".o")
-    try:
-        reason = _run(compile_command(compiler, compiled), program())
-        return reason or _run(link_command(compiler, compiled, output))
-    finally:
-        compiled.unlink(missing_ok=True)
+    environment = {**os.environ, "TMPDIR": str(output.parent)}
+    reason = _run(compile_command(compiler, compiled), program(), environment)
+    return reason or _run(link_command(compiler, compiled, output), environment=environment)
 
 
 def _check(library: Path) -> str | None:
@@ -144,21 +143,29 @@ def _check(library: Path) -> str | None:
 
 
 def _run(command: Sequence[str], stdin: str = "", environment: dict[str, str] | None = None) -> str | None:
-    """None if the command succeeded, otherwise one line that says how it failed."""
+    """None if the command succeeded, otherwise one line that says how it failed.
+
+    It has a process group, so that what it has started (g++ starts cc1plus) ends with it when we are stopped.
+    """
     name = Path(command[0]).name
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     try:
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, errors="replace", timeout=LONGEST, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        return f"{name} did not end within {LONGEST:.0f} seconds"
+        process = subprocess.Popen(command, **pipes, text=True, errors="replace", env=environment, process_group=0)
     except OSError as error:
         return f"{name} could not be started: {error.strerror}"
-    if done.returncode == 0:
+    with process:
+        try:
+            _, printed = process.communicate(stdin, timeout=LONGEST)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return f"{name} did not end within {LONGEST:.0f} seconds"
+            raise
+    if process.returncode == 0:
         return None
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
     said = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it printed nothing")
-    return f"{name} ended with {done.returncode}: {said[:300]}"
+    return f"{name} ended with {process.returncode}: {said[:300]}"
 
 
 def start_in_background() -> subprocess.Popen[bytes]:
@@ -186,6 +193,22 @@ def _first_line(command: Sequence[str]) -> str:
     with contextlib.suppress(OSError, IndexError, subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()[0]
     return "unknown"
+
+
+@contextlib.contextmanager
+def _workspace(directory: Path) -> Iterator[Path]:
+    """A directory for all that the compiler writes.
+
+    Those of builds that were killed are removed, as the lock is ours: a compiler that still runs cannot write there.
+    """
+    for abandoned in directory.glob(".building-*"):
+        shutil.rmtree(abandoned)
+    path = directory / f".building-{os.getpid()}"
+    path.mkdir(mode=0o700)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
