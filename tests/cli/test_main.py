@@ -221,7 +221,8 @@ def test_an_interruption_while_python_ends_is_ignored() -> None:
 # a process that is interrupted at its k-th import after the first lines of the command
 STARTING = """
 import os, sys
-wanted, before = int(sys.argv.pop(1)), {"headwise", "headwise.__main__", "_signal", "__future__", "importlib", "warnings"}
+wanted = int(sys.argv.pop(1))
+before = {"headwise", "headwise.__main__", "_signal", "__future__", "importlib", "warnings"}
 class Finder:
     def find_spec(self, name, path=None, target=None):
         global wanted

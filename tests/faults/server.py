@@ -120,7 +120,7 @@ class Server:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT, bufsize=0
         )
         self._line = b""
-        if self.reply(120.0) is None:
+        if self.reply(300.0) is None:
             raise RuntimeError("the server did not start")
 
     def start(self, arguments: list[str], directory: Path, **request: Any) -> Run:
@@ -140,7 +140,7 @@ class Server:
         line = json.dumps({"arguments": arguments, "directory": str(directory), "logs": str(logs), **request})
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
-        reply = self.reply(60.0)
+        reply = self.reply(300.0)
         if reply is None:
             raise RuntimeError("the server does not answer")
         return Run(self, reply["pid"], directory, logs)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import headwise
 from headwise.errors import UnsupportedError
@@ -147,3 +148,28 @@ def test_dropout_in_attention_is_refused() -> None:
     new(x)
     with pytest.raises(UnsupportedError, match=r"layers.0.self_attn: head 0 is window .* dropout of 0.1"):
         new.train()(x)
+
+
+class Checkpointed(nn.Module):
+    """Keeps no activations of its layer, which is run again in the backward pass."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.encoder, self.reentrant = encoder(), reentrant
+
+    def forward(self, src: Tensor) -> Tensor:
+        return checkpoint(self.encoder, src, use_reentrant=self.reentrant)  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_inside_is_refused_and_outside_is_right(reentrant: bool) -> None:
+    model, x = Checkpointed(reentrant=reentrant), drawn().requires_grad_()
+    new, _ = headwise.rewrite(model, plan_for(model, {"src": x}, [Choice("uniform")]))
+    with pytest.raises(UnsupportedError, match=r"encoder.layers.0.self_attn: Checkpointed uses torch.utils.checkpoint"):
+        new(x)
+    with torch.no_grad():
+        assert new(x).shape == x.shape
+    plain, _ = headwise.rewrite(model.encoder, plan_for(model.encoder, {"src": x}, [Choice("uniform")]))
+    (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
+    checkpoint(plain, x, use_reentrant=reentrant).square().sum().backward()  # pyright: ignore[reportOptionalMemberAccess]
+    torch.testing.assert_close(x.grad, expected)

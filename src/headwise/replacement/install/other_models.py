@@ -6,6 +6,7 @@ are not changed.  Several threads may run it at once, and other models beside it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,13 +38,19 @@ class RewrittenModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The output of the model with its heads replaced; raises if a planned site does not compute attention."""
         heads = dict(zip(self.sites, self.heads, strict=True))
-        missed = set(self.sites)
+        missed, has_gradients = set(self.sites), torch.is_grad_enabled()
 
         def answer(site: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
             missed.discard(site)
             mixed = heads.get(site)
             if not isinstance(mixed, MixedHeads) or mixed.replaced is None:
                 return original(*call, **options)
+            if has_gradients and _is_checkpointed():
+                raise UnsupportedError(
+                    f"{site}: {type(self.model).__name__} uses torch.utils.checkpoint, which computes this part again "
+                    "in the backward pass, with its own attention instead of the plan's; switch gradient checkpointing "
+                    "off, or checkpoint the whole rewritten model"
+                )
             return _attend(site, mixed, call, options)
 
         with intercept(self.model, answer=answer):
@@ -56,6 +63,16 @@ class RewrittenModel(nn.Module):
                 "replaces heads; plan again for this model and input"
             )
         return out
+
+
+def _is_checkpointed() -> bool:
+    """Whether torch.utils.checkpoint has called this, inside of RewrittenModel.forward."""
+    frame = sys._getframe()
+    while frame is not None and not (frame.f_code.co_name == "forward" and frame.f_globals is globals()):
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _attend(site: str, heads: MixedHeads, call: tuple, options: dict) -> Tensor:
