@@ -2,7 +2,9 @@
 
 import os
 import sys
-from _signal import SIGINT, default_int_handler, getsignal, signal  # built in; `signal` imports five modules
+
+# built in: `signal` imports five modules before a handler can be set
+from _signal import SIGINT, default_int_handler, getsignal, signal  # pyright: ignore[reportMissingImports]
 
 
 def start() -> int:
