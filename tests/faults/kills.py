@@ -167,7 +167,7 @@ def _kill_cold(
         assert process.stdout.readline() == "started\n"
         time.sleep(float(kill.moment) * 10)
         process.send_signal(SIGNALS[kill.signal])
-        out, err = process.communicate(timeout=180)
+        out, err = process.communicate(timeout=600)
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Ended(code, out, err, time.monotonic() - began, 0)
 

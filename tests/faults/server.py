@@ -70,7 +70,7 @@ class Run:
         with open(self.logs / ".tell", "rb", buffering=0) as pipe:
             return bool(select.select([pipe], [], [], seconds)[0]) and bool(pipe.read(1))
 
-    def wait(self, seconds: float = 180.0) -> Ended:
+    def wait(self, seconds: float = 600.0) -> Ended:
         """The end of the run; one that takes longer is killed and reported as code 124."""
         reply = self.server.reply(seconds)
         late = reply is None
@@ -145,7 +145,7 @@ class Server:
             raise RuntimeError("the server does not answer")
         return Run(self, reply["pid"], directory, logs)
 
-    def run(self, arguments: list[str], directory: Path, *, seconds: float = 180.0, **request: Any) -> Ended:
+    def run(self, arguments: list[str], directory: Path, *, seconds: float = 600.0, **request: Any) -> Ended:
         run = self.start(arguments, directory, **request)
         ended = run.wait(seconds)
         run.processes_left(0.0)

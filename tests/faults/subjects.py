@@ -219,10 +219,10 @@ def _monitored(directory: Path, out: str) -> Any:
 
 
 def _built(directory: Path, out: str) -> Any:
-    facts = json.loads(out)
-    assert (facts["state"], facts["runs"]) == ("ready", "kernels"), facts
+    assert "the compiled kernels" in out, out
     (library,) = (directory / "out").rglob("kernels.so")
-    assert facts["build"]["sha256"] == _digest(library), "build.json is of another library"
+    record = json.loads(library.with_name("build.json").read_text())
+    assert record["sha256"] == _digest(library), "build.json is of another library"
     return _digest(library)
 
 
@@ -337,7 +337,7 @@ SUBJECTS: dict[str, Subject] = {
         Subject("monitor", ("monitor", "{session}/history.json", "--json", "-o", "out"), _monitored, share=0.6),
         Subject(
             "kernels build",
-            ("kernels", "build", "--json"),
+            ("kernels", "build"),
             _built,
             share=0.5,
             environment=(
