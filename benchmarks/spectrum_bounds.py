@@ -3,6 +3,7 @@
     python -m benchmarks.spectrum_bounds             2800 random heads, 72 of MiniLM, 270 of SmolLM2; about 8 minutes
     python -m benchmarks.spectrum_bounds --heads 70  fewer random ones
     python -m benchmarks.spectrum_bounds --wide      three heads of n = 4096, 128 values, as `P.spectrum(128)` computes
+    python -m benchmarks.spectrum_bounds --remainder   the bound of what is unexplored, by columns and steps
 
 Random heads are softmax of Gaussian q and k with scores of standard deviation 1/8 ... 32: plain, causal, in a window, of
 low rank, with tied rows and keys, with a sink, and smooth; with 280 ... 460 queries and keys, in both precisions.  Each
@@ -24,6 +25,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headwise.linalg.basis import gaussian_blocks
+from headwise.linalg.bidiagonal import Bidiagonalisation
+from headwise.linalg.error_bounds import remainder_norm
 from headwise.linalg.krylov import singular_values
 from headwise.linalg.spectrum import Spectrum
 from headwise.operators._kernels.scores import Scores
@@ -58,7 +62,9 @@ class Tally:
         ratios, earlier = torch.cat(self.ratios), torch.cat(self.earlier)
         shown = [f"{x:7.1f}" for x in _quantiles(ratios)] + ["|"] + [f"{x:7.1f}" for x in _quantiles(earlier)]
         share = f"{100 * (earlier <= 10).double().mean():5.1f} %" if len(earlier) else ""
-        return f"{name:22s} {self.heads:6d} {self.values:7d} {self.below:6d} {len(ratios):7d}  {' '.join(shown)} {share}"
+        return (
+            f"{name:22s} {self.heads:6d} {self.values:7d} {self.below:6d} {len(ratios):7d}  {' '.join(shown)} {share}"
+        )
 
 
 def _quantiles(x: Tensor) -> list[float]:
@@ -123,8 +129,10 @@ def real_heads(name: str, length: int) -> Iterator[tuple[str, Tally]]:
 
     def see(call: AttentionCall) -> None:
         call = call.measurable
-        heads.extend(Scores(call.q[0, h].clone(), call.k[0, h].clone(), call.scale, call.mask.index(0).index(h))
-                     for h in range(call.q.shape[1]))
+        heads.extend(
+            Scores(call.q[0, h].clone(), call.k[0, h].clone(), call.scale, call.mask.index(0).index(h))
+            for h in range(call.q.shape[1])
+        )
 
     with torch.no_grad(), intercept(loaded.model, see):
         run_model(loaded.model, text_input(loaded, None, length=length, texts=1).batches[0])
@@ -154,8 +162,10 @@ def campaign(count: int) -> int:
             if sys.stderr.isatty() and done % 20 == 0:
                 print(f"\r{done} heads, {time.perf_counter() - start:.0f} s", end="", file=sys.stderr)
     print(f"\n{VALUES} values of each head, block {BLOCK} x {STEPS} steps, 3 more for the bound")
-    print(f"{'':22s} {'heads':>6s} {'values':>7s} {'below':>6s} {'> 1e-6':>7s}  ratio: median, 90 %, 99 %, largest"
-          "  | values of two steps earlier, and share within 10")
+    print(
+        f"{'':22s} {'heads':>6s} {'values':>7s} {'below':>6s} {'> 1e-6':>7s}  ratio: median, 90 %, 99 %, largest"
+        "  | values of two steps earlier, and share within 10"
+    )
     everything = Tally()
     for name in sorted(tallies):
         one = tallies[name]
@@ -193,21 +203,52 @@ def wide(n: int) -> int:
             f"bounds; 8 values to 1e-2 sigma_1 in {stopped:.2f} s, true error {(true[:8] - early.values).max() / true[0]:.0e}"
         )
         for i in (8, 32, 64, 96, 128):
-            print(f"  value {i:3d}: relative error {off[i - 1] / true[i - 1]:.0e}, stated "
-                  f"{found.errors[i - 1] / true[i - 1]:.0e}")
+            print(
+                f"  value {i:3d}: relative error {off[i - 1] / true[i - 1]:.0e}, stated "
+                f"{found.errors[i - 1] / true[i - 1]:.0e}"
+            )
     print(f"stated errors below the true ones: {below}")
     return 1 if below else 0
+
+
+def remainder(n: int) -> int:
+    """The bound of ||D|| over ||D||, worst of three heads, after 6 steps of 64."""
+    worst: dict[tuple[int, int], float] = {}
+    for sharpness, causal in ((2.0, False), (8.0, False), (8.0, True)):
+        g = torch.Generator().manual_seed(0)
+        q, k = (math.sqrt(sharpness) * torch.randn(n, 64, generator=g, dtype=torch.float64) for _ in range(2))
+        p = Softmax(Scores(q, k, 0.125, Mask(n, n, causal=causal))).dense()
+        fresh = gaussian_blocks(64, p, None)
+        forward, backward = (lambda v, p=p: p @ v), (lambda u, p=p: p.mT @ u)
+        run = Bidiagonalisation(forward, backward, n, torch.linalg.qr(fresh(n)).Q, fresh, 6)
+        for _ in range(6):
+            run.step()
+        explored = run.explored()
+        v = explored.right[:, : explored.s]
+        d = p - explored.left @ (explored.left.mT @ p)
+        true = torch.linalg.matrix_norm(d - d @ v @ v.mT, 2)
+        for columns in (16, 64):
+            for steps in (2, 3, 4, 5):
+                block = gaussian_blocks(columns, p, g)
+                ratio = (remainder_norm(explored, forward, backward, block, steps) / true).item()
+                worst[columns, steps] = max(worst.get((columns, steps), 0.0), ratio)
+    for (columns, steps), ratio in worst.items():
+        print(f"{columns:3d} columns, {steps} steps: {ratio:.3f} ||D||")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=2800, help="random heads")
     parser.add_argument("--wide", action="store_true", help="n = 4096 instead of the campaign")
-    parser.add_argument("--n", type=int, default=4096, help="length with --wide")
+    parser.add_argument("--remainder", action="store_true", help="the bound of the unexplored part alone")
+    parser.add_argument("--n", type=int, help="length with --wide (default: 4096) or --remainder (1500)")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
-    return wide(options.n) if options.wide else campaign(options.heads)
+    if options.remainder:
+        return remainder(options.n or 1500)
+    return wide(options.n or 4096) if options.wide else campaign(options.heads)
 
 
 if __name__ == "__main__":

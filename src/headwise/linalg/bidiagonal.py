@@ -19,6 +19,7 @@ from torch import Tensor
 from headwise.linalg.basis import extend, outside, size
 
 Map = Callable[[Tensor], Tensor]
+Fresh = Callable[[int], Tensor]
 
 
 @final
@@ -44,7 +45,7 @@ class Bidiagonalisation:
     steps  room for so many
     """
 
-    def __init__(self, forward: Map, backward: Map, m: int, start: Tensor, fresh: Map | Callable, steps: int) -> None:
+    def __init__(self, forward: Map, backward: Map, m: int, start: Tensor, fresh: Fresh, steps: int) -> None:
         *batch, n, self.block = start.shape
         self._forward, self._backward, self._fresh = forward, backward, fresh
         most = self.block * steps
