@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from headwise.bench import CASES, measure_fidelity
-from headwise.bench.fidelity import random_heads
+from headwise.bench.fidelity import measured_fidelity, random_heads
+from headwise.bench.kept import Kept
 from headwise.cli.bench_command import run
 from headwise.errors import InputError
+from headwise.operators import softmax
 
 
 def test_distance_from_softmax() -> None:
@@ -46,3 +48,25 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.py").write_text("print(1)")
     with pytest.raises(InputError, match=r"x\.py was not saved by torch.save"):
         run(["fidelity", "--tensors", str(tmp_path / "x.py")])
+
+
+def test_what_is_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [random_heads(32, heads=2, width=8, seed=seed) for seed in range(2)]
+    kept = Kept(tmp_path / "fidelity.jsonl", {})
+
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_fidelity(layers, kept=kept, progress=interrupt)
+    assert measured_fidelity(layers, kept) == measure_fidelity(layers[:1])
+    whole = measure_fidelity(layers)
+    built: list[object] = []
+    monkeypatch.setattr("headwise.bench.fidelity.softmax", lambda q, k, **mask: built.append(q) or softmax(q, k, **mask))
+    assert measure_fidelity(layers, kept=Kept(tmp_path / "fidelity.jsonl", {})) == whole
+    assert len(built) == 2  # exact attention of the second layer alone, causal and not
+    out = ["fidelity", "--n", "64", "-o", str(tmp_path / "out")]
+    assert run(out) == 0
+    assert json.loads((tmp_path / "out" / "fidelity.json").read_text())["complete"]
+    with pytest.raises(InputError, match="use --force"):
+        run(out)

@@ -15,6 +15,7 @@ from headwise.bench.cases import RECURRENT, factored_with
 from headwise.bench.clock import timing
 from headwise.bench.worker import memory, times
 from headwise.cli.bench_command import run
+from headwise.cli.main import main
 from headwise.errors import HeadwiseError, InputError
 from headwise.theory.complexity import exponent
 
@@ -105,6 +106,29 @@ def test_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert load_scaling(store) == whole
 
 
+def test_an_interrupted_run_prints_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fake(group: list[ScalingJob], rounds: int, seconds: float) -> list[dict[str, float]]:
+        if group[0].name == "efficient":
+            raise KeyboardInterrupt
+        numbers = {"forward_backward": 2.0, "multiply_adds": 1.0, "depth": 1.0}
+        return [{"forward": 0.25 * (1 + (job.name == "softmax")), **numbers} for job in group]
+
+    monkeypatch.setattr("headwise.bench.scaling._times", fake)
+    monkeypatch.setattr("headwise.bench.scaling._memory", lambda job: {"forward_backward_mb": 1.0})
+    command = ["bench", "scaling", "--n", "64", "128", "-o", str(tmp_path), "--operators"]
+    command += ["softmax", "window 128", "efficient"]
+    assert main(command) == 130
+    shown = capsys.readouterr().out
+    assert "2.00 (128)" in shown  # softmax takes twice as long as the window
+    assert "efficient" not in shown
+    assert "give the same command to continue" in shown
+    assert not (tmp_path / "scaling.json").exists()
+    assert main([*command[:-1], "--json"]) == 0  # measured already
+    assert json.loads(capsys.readouterr().out)["complete"]
+
+
 def test_a_failure_names_the_operator() -> None:
     with pytest.raises(HeadwiseError, match="no operator 'nothing'"):
         scaling_jobs(["nothing"], [64], ranks=False)
@@ -160,9 +184,9 @@ def test_results_under_other_conditions_are_measured_again(
     if changed in ("threads", "headwise", "torch", "machine"):
         name = {
             "threads": "torch.get_num_threads",
-            "headwise": "headwise.bench.scaling.__version__",
+            "headwise": "headwise.bench.kept.__version__",
             "torch": "torch.__version__",
-            "machine": "headwise.bench.scaling._processor",
+            "machine": "headwise.bench.kept._processor",
         }[changed]
         monkeypatch.setattr(name, (lambda: 77) if changed in ("threads", "machine") else "0.0.1")
     measure_scaling(jobs, store, **{"rounds": 2, "seconds": 1.0, **options}, together=changed == "together")

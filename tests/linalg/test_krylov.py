@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.errors import DtypeError, NonFiniteError, ShapeError
-from headwise.linalg.krylov import _bounded, _Parts, singular_values, singular_vectors
+from headwise.errors import DtypeError, InputError, NonFiniteError, ShapeError
+from headwise.linalg.krylov import singular_values, singular_vectors
 from headwise.linalg.spectrum import Spectrum, dense_spectrum
 from headwise.operators.softmax import softmax
 from tests.linalg.matrices import attention, awkward, maps, rotation
@@ -93,24 +93,6 @@ def test_awkward_matrices(name: str, dtype: torch.dtype) -> None:
     )
 
 
-@given(seed=st.integers(0, 10_000), s=st.integers(2, 12), b=st.integers(1, 4), ratio=st.floats(0.01, 1.5))
-def test_the_upper_bound_holds_for_every_complement_of_known_norm(seed: int, s: int, b: int, ratio: float) -> None:
-    """sigma_i([[B, C], [0, D]]) <= values_i + errors_i for every D with ||D|| <= delta."""
-    g = torch.Generator().manual_seed(seed)
-    top = torch.randn(s, s + b, generator=g, dtype=torch.float64)
-    unseen = torch.randn(b + 3, b, generator=g, dtype=torch.float64)
-    delta = ratio * torch.linalg.matrix_norm(top, 2)
-    unseen = unseen * delta / torch.linalg.matrix_norm(unseen, 2)
-    whole = torch.cat([top, torch.cat([torch.zeros(b + 3, s, dtype=torch.float64), unseen], 1)])
-    nothing = torch.zeros(0)
-    svd = torch.linalg.svd(top, full_matrices=False)
-    found = _bounded(_Parts(nothing, top, nothing, delta), tuple(svd), s, whole.shape, top)
-    true = torch.linalg.svdvals(whole)
-    assert (true[:s] <= found.values + found.errors).all()
-    nearest = (true - found.values.unsqueeze(-1)).abs().amin(-1)
-    assert (nearest <= found.residuals).all()
-
-
 def test_batch_equals_loop_and_repeats() -> None:
     p = torch.stack([attention(kind, 2.0, 150, 130, seed=3) for kind in KINDS]).unflatten(0, (2, 2)).float()
     before = torch.get_rng_state()
@@ -139,7 +121,31 @@ def test_the_operator_is_applied_to_blocks_only() -> None:
         return p.mT @ u
 
     singular_values(apply, adjoint, p.shape, 5, like=p, block=8, steps=6)
+    assert widths == [("apply", 8), ("adjoint", 8)] * (6 + 3)
+    widths.clear()
+    free = singular_values(apply, adjoint, p.shape, 5, like=p, block=8, steps=6, certificate=0)
     assert widths == [("apply", 8), ("adjoint", 8)] * 6
+    assert free.errors.isinf().all()
+    assert free.residuals.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["smooth", "plain"])
+@pytest.mark.parametrize("accuracy", [1e-2, 1e-4])
+def test_stops_once_the_wanted_accuracy_is_certain(kind: str, accuracy: float) -> None:
+    p, products = attention(kind, 1.0, 420, 400, seed=5), [0]
+
+    def apply(v: Tensor) -> Tensor:
+        products[0] += 1
+        return p @ v
+
+    found = singular_values(apply, lambda u: p.mT @ u, p.shape, 10, like=p, block=16, steps=12, accuracy=accuracy)
+    assert not found.exact
+    assert (found.errors <= accuracy * found.values[0]).all()
+    assert_honest(found, p)
+    assert products[0] < 12
+    tight = singular_values(*maps(p), p.shape, 10, like=p, block=16, steps=12, accuracy=1e-15)
+    assert_honest(tight, p)  # out of reach: all steps are taken
+    assert (tight.values >= found.values - 1e-12).all()
 
 
 @pytest.mark.parametrize("m, n", [(12, 9), (9, 12), (150, 130), (130, 150)])
@@ -208,5 +214,9 @@ def test_refusals() -> None:
         singular_values(lambda v: v[1:], lambda u: u, p.shape, 1, like=p)
     with pytest.raises(NonFiniteError, match="returned 36 non-finite of 36"):
         spectrum(p * torch.nan, 1)
+    with pytest.raises(InputError, match=r"relative to sigma_1 and must lie in \[0, 1\), but is 2"):
+        singular_values(*maps(p), p.shape, 1, like=p, accuracy=2)
+    with pytest.raises(InputError, match=r"accuracy of 0\.1 needs error bounds, but certificate is 0"):
+        singular_values(*maps(p), p.shape, 1, like=p, accuracy=0.1, certificate=0)
     with pytest.raises(DtypeError, match=r"floating point, but is torch\.int64"):
         singular_values(*maps(p), p.shape, 1, like=torch.tensor([1]))

@@ -27,6 +27,7 @@ def estimated(scores: Scores, *, seed: int = 1) -> SpectralSums:
             like=operator.like,
             block=32,
             steps=8,
+            certificate=0,
             generator=torch.Generator().manual_seed(seed),
         )
     )

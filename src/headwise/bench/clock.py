@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -14,11 +15,14 @@ from torch import Tensor
 
 Call = Callable[[], object]
 
+PASSES = ("forward", "forward_backward")
+"""The fields of `Times`."""
+
 
 @final
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: the median, and the distance between quartiles, NaN where there is only one."""
+    """Seconds: the median, and the distance between quartiles, NaN where there is only one; both NaN without any."""
 
     median: float
     spread: float
@@ -39,22 +43,43 @@ class Times:
         return self.forward.over(other.forward), self.forward_backward.over(other.forward_backward)
 
 
-def in_turns(work: Mapping[str, Call], *, rounds: int = 5, seconds: float = 20.0) -> dict[str, Timing]:
-    """Time every call once per round, after a warm-up round; at least one round, and none begins after `seconds`."""
-    times: dict[str, list[float]] = {name: [] for name in work}
-    start = time.perf_counter()
-    for turn in range(rounds + 1):
-        for name, call in work.items():
+def in_turns(
+    work: Mapping[str, Call],
+    *,
+    rounds: int = 5,
+    seconds: float = 20.0,
+    known: Mapping[str, Sequence[float]] | None = None,
+    keep: Callable[[str, int, float], None] = lambda name, turn, spent: None,
+) -> dict[str, Timing]:
+    """Time every call once per round, after a warm-up round; at least one round, and none begins after `seconds`.
+
+    known  seconds of the first rounds, from an interrupted run
+    keep   is given the seconds of each new measurement as soon as it is made, with its name and round
+    """
+    times = {name: list((known or {}).get(name, ()))[:rounds] for name in work}
+    spent = sum(x for each in times.values() for x in each)
+    warm = False
+    for turn in range(rounds):
+        missing = {name: call for name, call in work.items() if len(times[name]) <= turn}
+        if missing and turn and spent > seconds:
+            break
+        if missing and not warm:
+            start, warm = time.perf_counter(), True
+            for call in work.values():
+                call()
+            spent += time.perf_counter() - start
+        for name, call in missing.items():
             begin = time.perf_counter()
             call()
-            if turn:
-                times[name].append(time.perf_counter() - begin)
-        if turn and time.perf_counter() - start > seconds:
-            break
+            times[name].append(time.perf_counter() - begin)
+            spent += times[name][-1]
+            keep(name, turn, times[name][-1])
     return {name: timing(x) for name, x in times.items()}
 
 
 def timing(seconds: Sequence[float]) -> Timing:
+    if not seconds:
+        return Timing(math.nan, math.nan)
     if len(seconds) == 1:
         return Timing(seconds[0], math.nan)
     if len(seconds) < 3:
@@ -81,9 +106,25 @@ def forward_and_backward(
 
 
 def times_in_turns(
-    work: Mapping[str, tuple[Call, Call]], *, rounds: int = 5, seconds: float = 60.0
+    work: Mapping[str, tuple[Call, Call]],
+    *,
+    rounds: int = 5,
+    seconds: float = 60.0,
+    known: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
+    keep: Callable[[str, str, int, float], None] = lambda passes, name, turn, spent: None,
 ) -> dict[str, Times]:
-    """Forward passes of all work in turns, then forward and backward passes, for twice as many seconds."""
-    forward = in_turns({name: calls[0] for name, calls in work.items()}, rounds=rounds, seconds=seconds)
-    backward = in_turns({name: calls[1] for name, calls in work.items()}, rounds=rounds, seconds=2 * seconds)
+    """Forward passes of all work in turns, then forward and backward passes, for twice as many seconds.
+
+    `known` and `keep` are those of `in_turns`, for each of "forward" and "forward_backward".
+    """
+    forward, backward = (
+        in_turns(
+            {name: calls[i] for name, calls in work.items()},
+            rounds=rounds,
+            seconds=(i + 1) * seconds,
+            known=(known or {}).get(passes),
+            keep=partial(keep, passes),
+        )
+        for i, passes in enumerate(PASSES)
+    )
     return {name: Times(forward[name], backward[name]) for name in work}

@@ -6,8 +6,9 @@ trained with softmax would change, not how well a model trains with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import final
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise.bench.cases import CASES
+from headwise.bench.kept import Kept
 from headwise.errors import HeadwiseError
 from headwise.operators import Claim, softmax
 
@@ -38,16 +40,39 @@ def random_heads(n: int, *, heads: int = 8, width: int = 64, seed: int = 0) -> t
     return q, k, v
 
 
-def measure_fidelity(layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[Fidelity], dict[str, str]]:
+def measure_fidelity(
+    layers: Sequence[tuple[Tensor, Tensor, Tensor]],
+    *,
+    kept: Kept | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> tuple[list[Fidelity], dict[str, str]]:
     """Every operator against softmax attention on the (q, k, v) of each layer, the cheapest first.
 
     Errors and costs are means over layers.  Also returned are the messages of operators that do not take the tensors.
+
+    kept  every operator on every layer is added to it, and those that it has are not measured again
     """
+    kept = Kept(None, {}) if kept is None else kept
+    for done, layer in enumerate(layers, start=1):
+        _one_layer(layer, kept)
+        progress(done)
+    return measured_fidelity(layers, kept)
+
+
+def measured_fidelity(
+    layers: Sequence[tuple[Tensor, Tensor, Tensor]], kept: Kept
+) -> tuple[list[Fidelity], dict[str, str]]:
+    """What has been measured so far: means over the layers that an operator has been tried on."""
     by_name: dict[str, list[Fidelity]] = {}
     refused: dict[str, str] = {}
-    for q, k, v in layers:
-        for row in _one_layer(q, k, v, refused):
-            by_name.setdefault(row.name, []).append(row)
+    for layer in layers:
+        digest = _digest(layer)
+        for name in CASES:
+            result = kept.get({"layer": digest, "operator": name})
+            if isinstance(result, str):
+                refused[name] = result
+            elif isinstance(result, dict) and {*result} == {field.name for field in fields(Fidelity)}:
+                by_name.setdefault(name, []).append(Fidelity(**result))
     means = [
         Fidelity(
             name,
@@ -61,21 +86,33 @@ def measure_fidelity(layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[l
     return sorted(means, key=lambda row: row.cost), refused
 
 
-def _one_layer(q: Tensor, k: Tensor, v: Tensor, refused: dict[str, str]) -> Iterator[Fidelity]:
+def _digest(layer: Sequence[Tensor]) -> str:
+    """SHA-256 of q, k and v."""
+    digest = hashlib.sha256()
+    for x in layer:
+        digest.update(f"{x.dtype} {tuple(x.shape)} ".encode())
+        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _one_layer(layer: tuple[Tensor, Tensor, Tensor], kept: Kept) -> None:
+    """Add what the layer lacks: numbers of a `Fidelity`, or the message of an operator that refuses the tensors."""
+    q, k, v = layer
     n, d = k.shape[-2], v.shape[-1]
-    exact = {causal: softmax(q, k, causal=causal) for causal in (False, True)}
+    jobs = {name: {"layer": _digest(layer), "operator": name} for name in CASES if name != "softmax"}
+    missing = [name for name, job in jobs.items() if kept.get(job) is None]
+    exact = {causal: softmax(q, k, causal=causal) for causal in (False, True)} if missing else {}
     references = {causal: op(v) for causal, op in exact.items()}
-    for name, case in CASES.items():
-        if name == "softmax":
-            continue
+    for name in missing:
         try:
-            operator = case.build(n)(q, k)
+            operator = CASES[name].build(n)(q, k)
             out = operator(v)
         except HeadwiseError as refusal:
-            refused[name] = str(refusal)
+            kept.add(jobs[name], str(refusal))
             continue
         causal = Claim.CAUSAL in operator.claims
         reference = references[causal]
         error, size = (out - reference).norm(dim=(-2, -1)), reference.norm(dim=(-2, -1))
         cost = operator.cost(d).multiply_adds / exact[causal].cost(d).multiply_adds
-        yield Fidelity(name, (error.norm() / size.norm()).item(), (error / size).max().item(), cost, causal)
+        row = Fidelity(name, (error.norm() / size.norm()).item(), (error / size).max().item(), cost, causal)
+        kept.add(jobs[name], asdict(row))

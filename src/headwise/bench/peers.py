@@ -8,9 +8,10 @@ differ less than their attention does.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, final
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.bench.cases import CASES, RANK
-from headwise.bench.clock import Call, Times, forward_and_backward, times_in_turns
+from headwise.bench.clock import PASSES, Call, Times, forward_and_backward, times_in_turns, timing
+from headwise.bench.kept import Kept
 from headwise.errors import InputError
 from headwise.nn.builders import LearnedProjection
 from headwise.nn.linformer_attention import LinformerAttention
@@ -172,19 +174,24 @@ def layer_calls(name: str, n: int) -> tuple[Call, Call] | None:
 
 @seeded(0)  # peers draw from the global random state
 def compare_layers(
-    n: int, *, names: Collection[str] | None = None, rounds: int = 5, seconds: float = 60.0
+    n: int,
+    *,
+    names: Collection[str] | None = None,
+    rounds: int = 5,
+    seconds: float = 60.0,
+    kept: Kept | None = None,
 ) -> tuple[list[LayerTimes], dict[str, str]]:
-    """Every installed peer and every layer of ours in turns at one length; and the errors of peers that failed."""
-    names = [*OURS, *PEERS] if names is None else list(names)
-    for name in names:
-        if name not in OURS and name not in PEERS:
-            raise InputError(f"bench peers: there is no layer {name!r}; there are {', '.join([*OURS, *PEERS])}")
-    chosen = {*names, *(PEERS[name].ours for name in names if name in PEERS)}  # a peer needs something to compare with
-    longest = {LINFORMER: n, **{name: case.longest for name, case in CASES.items()}}
-    longest |= {name: peer.longest for name, peer in PEERS.items()}
+    """Every installed peer and every layer of ours in turns at one length; and the errors of peers that failed.
+
+    kept  every round of every layer is added to it, and those that it has are not measured again
+    """
+    chosen = chosen_layers(n, names)
+    kept = Kept(None, {}) if kept is None else kept
+    known = {passes: {name: list(_rounds(kept, name, n, passes)) for name in chosen} for passes in PASSES}
+    done = all(len(known[passes][name]) >= rounds for passes in PASSES for name in chosen)
     work: dict[str, tuple[Call, Call]] = {}
     failed: dict[str, str] = {}
-    for name in (name for name in (*OURS, *PEERS) if name in chosen and n <= longest[name]):
+    for name in () if done else chosen:
         try:
             calls = layer_calls(name, n)
             if calls is not None and name in PEERS:
@@ -195,11 +202,50 @@ def compare_layers(
             failed[name] = f"{type(error).__name__}: {error}"
         else:
             work |= {} if calls is None else {name: calls}
-    times = times_in_turns(work, rounds=rounds, seconds=seconds)
+
+    def keep(passes: str, name: str, turn: int, spent: float) -> None:
+        kept.add(_round(name, n, passes, turn), spent)
+
+    times_in_turns(work, rounds=rounds, seconds=seconds, known=known, keep=keep)
+    return measured_layers(n, names, kept), failed
+
+
+def chosen_layers(n: int, names: Collection[str] | None) -> list[str]:
+    """The layers of these names that take minutes at length n, and those of ours that they are compared with."""
+    names = [*OURS, *PEERS] if names is None else list(names)
+    for name in names:
+        if name not in OURS and name not in PEERS:
+            raise InputError(f"bench peers: there is no layer {name!r}; there are {', '.join([*OURS, *PEERS])}")
+    chosen = {*names, *(PEERS[name].ours for name in names if name in PEERS)}  # a peer needs something to compare with
+    longest = {LINFORMER: n, **{name: case.longest for name, case in CASES.items()}}
+    longest |= {name: peer.longest for name, peer in PEERS.items()}
+    return [name for name in (*OURS, *PEERS) if name in chosen and n <= longest[name]]
+
+
+def measured_layers(n: int, names: Collection[str] | None, kept: Kept) -> list[LayerTimes]:
+    """The rows that have been measured so far, whole or in part."""
+    times = {}
+    for name in chosen_layers(n, names):
+        forward, backward = (list(_rounds(kept, name, n, passes)) for passes in PASSES)
+        if forward or backward:
+            times[name] = Times(timing(forward), timing(backward))
     rows = []
-    for name in work:
+    for name in times:
         against = PEERS[name].ours if name in PEERS else "softmax"
         pair = (name, against) if name in PEERS else (against, name)
         ratios = times[pair[0]].over(times[pair[1]]) if against in times else (math.nan, math.nan)
         rows.append(LayerTimes(name, n, times[name], against, ratios))
-    return rows, failed
+    return rows
+
+
+def _round(name: str, n: int, passes: str, turn: int) -> dict[str, object]:
+    return {"layer": name, "n": n, "passes": passes, "round": turn}
+
+
+def _rounds(kept: Kept, name: str, n: int, passes: str) -> Iterator[float]:
+    """The seconds of each round, as far as they have been measured."""
+    for turn in itertools.count():
+        seconds = kept.get(_round(name, n, passes, turn))
+        if not isinstance(seconds, float):
+            return
+        yield seconds

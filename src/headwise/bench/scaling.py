@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
-from headwise import __version__
 from headwise.bench.cases import CASES, RECURRENT
+from headwise.bench.kept import Kept, conditions, stored
 from headwise.errors import HeadwiseError, InputError, shown
-from headwise.outputs import append_line, read_lines
 from headwise.reading import anything, fields, map_of, nullable, parse_json, string, validate, whole
 from headwise.theory.complexity import Exponent, exponent
 
@@ -89,7 +85,7 @@ def scaling_jobs(names: Sequence[str] | None, lengths: Sequence[int], *, ranks: 
 
 def measure_scaling(
     jobs: Sequence[ScalingJob],
-    store: Path | None = None,
+    store: Path | Kept | None = None,
     progress: Callable[[int], None] = lambda done: None,
     *,
     rounds: int = 5,
@@ -97,85 +93,48 @@ def measure_scaling(
     together: bool = False,
     fresh: bool = False,
 ) -> Scaling:
-    """Measure all jobs except those whose results are in `store`, a JSON-lines file, and add the new ones to it.
+    """Measure all jobs except those whose results are in `store`, and add the new ones to it.
 
     A result in `store` counts if it was measured under the same `conditions`; with `fresh` none does.
     All lengths of an operator are timed in turns in one process, and the memory of each in a process of its own.  With
     `together`, everything is timed in turns in one process, which is quicker and does not measure the memory.
     """
-    under = conditions(rounds, seconds, together)
-    known = {} if store is None or fresh else _stored(store).get(_key(under), {})
+    under = conditions(rounds=rounds, seconds=seconds, together=together)
+    kept = store if isinstance(store, Kept) else Kept(store, under, fresh=fresh)
     groups: dict[object, list[ScalingJob]] = {}
     for job in jobs:
         groups.setdefault(None if together else (job.name, job.rank is None), []).append(job)
     done = 0
     for group in groups.values():
-        if any(job not in known for job in group):
+        if any(kept.get(asdict(job)) is None for job in group):
             for job, result in zip(group, _times(group, rounds, seconds), strict=True):
                 unknown = {"forward_mb": math.nan, "forward_backward_mb": math.nan}
-                known[job] = result | (unknown if together else _memory(job))
-                if store is not None:
-                    append_line(store, _key({"job": asdict(job), "conditions": under}), known[job])
+                kept.add(asdict(job), result | (unknown if together else _memory(job)))
         for _ in group:
             progress(done := done + 1)
-    return Scaling({job: known[job] for job in jobs})
+    return measured_scaling(jobs, kept)
+
+
+def measured_scaling(jobs: Sequence[ScalingJob], kept: Kept) -> Scaling:
+    """The jobs that have been measured so far."""
+    results = {job: kept.get(asdict(job)) for job in jobs}
+    return Scaling({job: _result(x, kept.file) for job, x in results.items() if x is not None})
 
 
 def load_scaling(store: Path) -> Scaling:
     """The measurements that earlier runs left in a JSON-lines file, under the conditions of the last of them."""
-    stored = _stored(store)
-    return Scaling(stored[list(stored)[-1]] if stored else {})
+    by_conditions = stored(store)
+    last = by_conditions[list(by_conditions)[-1]] if by_conditions else {}
+    return Scaling({ScalingJob(**parse_json(job, _JOB, shown(store))): _result(x, store) for job, x in last.items()})
 
 
-def conditions(rounds: int, seconds: float, together: bool) -> dict[str, Any]:
-    """What a measurement depends on besides its job: times under other conditions are not compared."""
-    return {
-        "rounds": rounds,
-        "seconds": seconds,
-        "together": together,
-        "threads": torch.get_num_threads(),
-        "dtype": str(torch.get_default_dtype()),
-        "headwise": __version__,
-        "torch": torch.__version__,
-        "machine": _processor(),
-    }
+_JOB = fields({"name": string(), "n": whole(1), "rank": nullable(whole(1)), "heads": whole(1), "width": whole(1)})
 
 
-def _processor() -> str:
-    """The name of the processor, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _key(facts: Mapping[str, Any]) -> str:
-    return json.dumps(facts, sort_keys=True)
-
-
-_STORED_KEY = fields(
-    {
-        "job": fields(
-            {"name": string(), "n": whole(1), "rank": nullable(whole(1)), "heads": whole(1), "width": whole(1)}
-        ),
-        "conditions": map_of(anything),
-    }
-)
-
-
-def _stored(store: Path) -> dict[str, dict[ScalingJob, dict[str, float]]]:
-    """Results by conditions and job; conditions in the order in which they were last measured."""
-    results: dict[str, dict[ScalingJob, dict[str, float]]] = {}
-    lines = read_lines(store)
-    if not lines and store.exists() and store.stat().st_size:
-        raise InputError(f"{shown(store)} is not a file of measurements by `headwise bench`; move it away")
-    for key, result in lines.items():
-        facts = parse_json(key, _STORED_KEY, shown(store))
-        validate(result, map_of(anything), shown(store))
-        under = _key(facts["conditions"])
-        results[under] = {**results.pop(under, {}), ScalingJob(**facts["job"]): result}
-    return results
+def _result(value: Any, store: Path | None) -> dict[str, float]:
+    """A result as a file gives it, checked."""
+    validate(value, map_of(anything), shown(store or "measurements"))
+    return value
 
 
 def _times(group: Sequence[ScalingJob], rounds: int, seconds: float) -> list[dict[str, float]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,8 @@ from headwise.output_directory import OutputDirectory
 from headwise.outputs import json_text
 
 if TYPE_CHECKING:
-    from headwise.bench import Scaling, Timing
+    from headwise.bench import Fidelity, LayerTimes, Scaling, Timing
+    from headwise.bench.kept import Kept
 
 
 def run(argv: list[str]) -> int:
@@ -42,13 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="scaling | peers | fidelity")
     scaling = commands.add_parser("scaling", help="every operator over n: time, memory, operations, fitted exponents")
     scaling.add_argument("--operators", nargs="+", type=nonempty, metavar="NAME", help="some operators (default: all)")
-    scaling.add_argument("--fresh", action="store_true", help="measure again what earlier runs in DIR have measured")
-    add_force(scaling)
     add_output(scaling, default="headwise-bench", help="scaling.json and scaling.svg are written here")
     peers = commands.add_parser("peers", help="the same layer by other installed packages, as ratios in one run")
     peers.add_argument(
         "--layers", nargs="+", type=nonempty, metavar="NAME", help="some layers, of headwise or others (default: all)"
     )
+    add_output(peers, default="headwise-bench", help="peers.json is written here")
     fidelity = commands.add_parser("fidelity", help="distance of every operator from softmax attention, and its cost")
     source = fidelity.add_mutually_exclusive_group()
     source.add_argument(
@@ -65,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="q, k and v (*batch, n, width) saved by torch.save as a dictionary",
     )
+    add_output(fidelity, default=None, help="fidelity.json is written here (default: nothing is written or kept)")
     add_loading(fidelity)
     for part, command in ((scaling, _scaling), (peers, _peers), (fidelity, _fidelity)):
         nargs = None if part is fidelity else "+"
@@ -76,40 +79,86 @@ def _parser() -> argparse.ArgumentParser:
             metavar="R",
             help="measurements of each time (default: 5; quick: 2)",
         )
+        part.add_argument(
+            "--fresh", action="store_true", help="measure again what earlier or interrupted runs in DIR have measured"
+        )
+        add_force(part)
         add_json(part)
         part.set_defaults(command=command)
     return parser
 
 
+@contextlib.contextmanager
+def _kept(options: argparse.Namespace, name: str, files: Sequence[str], **settings: Any) -> Iterator[_Session]:
+    """A directory for the result, with the measurements of earlier runs in NAME.jsonl; without one, only in memory.
+
+    If the run is interrupted, what it has is printed before it ends.
+    """
+    from headwise.bench.kept import Kept, conditions
+
+    under = conditions(**settings)
+    force = options.force or options.fresh
+    with contextlib.ExitStack() as stack:
+        out = None
+        if options.out is not None:
+            out = stack.enter_context(OutputDirectory(options.out, command="bench", names=files, force=force))
+        kept = Kept(None if out is None else out.path / f"{name}.jsonl", under, fresh=options.fresh)
+        session = _Session(out, kept)
+        try:
+            yield session
+        except KeyboardInterrupt:
+            session.show(False)
+            if out is not None and not options.json:
+                again = "without --fresh, to continue" if options.fresh else "to continue"
+                print(f"interrupted; what is measured is kept in {kept.file}: give the same command {again}")
+            raise
+    session.show(True)
+
+
+@dataclass
+class _Session:
+    """Where a run writes and keeps its measurements, and how it prints them: whole, or as far as they are there."""
+
+    out: OutputDirectory | None
+    kept: Kept
+    show: Callable[[bool], None] = lambda complete: None
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        if self.out is not None:
+            self.out.write_json(name, value)
+
+
 def _scaling(options: argparse.Namespace) -> int:
-    from headwise.bench.scaling import LENGTHS, QUICK, measure_scaling, scaling_jobs
+    from headwise.bench.scaling import LENGTHS, QUICK, measure_scaling, measured_scaling, scaling_jobs
 
     lengths = _lengths(options.n, QUICK if options.quick else LENGTHS)
     jobs = scaling_jobs(options.operators, lengths, ranks=options.operators is None)
     names = ["scaling.json", "scaling.svg"] if find_spec("matplotlib") else ["scaling.json"]  # it is an extra
-    force = options.force or options.fresh
-    with OutputDirectory(options.out, command="bench", names=names, force=force) as out:
+    settings = {
+        "rounds": options.rounds or (2 if options.quick else 5),
+        "seconds": 20.0 if options.quick else 60.0,
+        "together": options.quick,
+    }
+    with _kept(options, "scaling", names, **settings) as session:
+
+        def show(complete: bool) -> None:
+            scaling = measured_scaling(jobs, session.kept)
+            if options.json:
+                print(json_text({**scaling.to_dict(), "complete": complete}))
+                return
+            _print_scaling(scaling)
+            if complete and session.out is not None:
+                print("wrote", ", ".join(str(session.out.path / name) for name in names))
+
+        session.show = show
         with bar("measuring", len(jobs), quiet=is_quiet(options)) as advance:
-            scaling = measure_scaling(
-                jobs,
-                out.path / "scaling.jsonl",
-                advance,
-                rounds=options.rounds or (2 if options.quick else 5),
-                seconds=20.0 if options.quick else 60.0,
-                together=options.quick,
-                fresh=options.fresh,
-            )
-        out.write_json("scaling.json", scaling.to_dict())
-        if "scaling.svg" in names:
+            scaling = measure_scaling(jobs, session.kept, advance, **settings)
+        session.write_json("scaling.json", scaling.to_dict())
+        if "scaling.svg" in names and session.out is not None:
             from headwise.bench.scaling_figure import draw_scaling
 
-            with out.atomic("scaling.svg") as path:
+            with session.out.atomic("scaling.svg") as path:
                 draw_scaling(scaling, path)
-    if options.json:
-        print(json_text(scaling.to_dict()))
-        return 0
-    _print_scaling(scaling)
-    print("wrote", ", ".join(str(out.path / name) for name in names))
     return 0
 
 
@@ -124,14 +173,15 @@ def _print_scaling(scaling: Scaling) -> None:
             for what in ("forward_backward", "forward_backward_mb", "multiply_adds", "depth")
         )
         megabytes = "" if math.isnan(memory) else f"{memory:.0f}"
+        times = [f"{forward[-1]:.3g}", f"{backward:.3g}"]
         sizes.append(
-            [name, str(n[-1]), _seconds(forward[-1]), _seconds(backward), megabytes, f"{counted:.2e}", f"{depth:g}"]
+            [name, str(n[-1]), *times, _softmax_ratio(scaling, name), megabytes, f"{counted:.2e}", f"{depth:g}"]
         )
         *timed, counts = (scaling.exponent(name, what) for what in FITTED)
         fits.append([name, claim(name), f"{counts.value:.2f}", *(f"{x.value:.2f} ± {x.half_width:.2f}" for x in timed)])
     headings = ["operator", "claimed", "counted", "forward", "forward + backward"]
     print_table("Exponents of n over the four longest lengths", headings, fits, no_wrap=["operator"])
-    headings = ["operator", "n", "forward", "f + b", "MB", "mult-adds", "depth"]
+    headings = ["operator", "n", "forward, s", "f + b, s", "softmax / it, at n", "MB", "mult-adds", "depth"]
     print_table("One attention, 8 heads of 64, at the longest n", headings, sizes, no_wrap=["operator"])
     by_rank = {name: scaling.by_rank(name, "forward") for name in PROJECTIONS}
     if any(by_rank.values()):
@@ -140,24 +190,54 @@ def _print_scaling(scaling: Scaling) -> None:
         print_table("Forward by number of slots r", headings, rows, no_wrap=["projection"])
 
 
-def _peers(options: argparse.Namespace) -> int:
-    from headwise.bench.peers import OURS, PEERS, compare_layers
+def _softmax_ratio(scaling: Scaling, name: str) -> str:
+    """The forward time of softmax over that of an operator at the longest n that both were measured at: 12.3 (16384)"""
+    ours, exact = (dict(zip(*scaling.curve(x, "forward"), strict=True)) for x in (name, "softmax"))
+    both = [n for n in ours if n in exact]
+    return f"{exact[max(both)] / ours[max(both)]:.2f} ({max(both)})" if both and name != "softmax" else ""
 
-    rounds = options.rounds or (2 if options.quick else 5)
-    seconds = 5.0 if options.quick else 150.0
+
+def _peers(options: argparse.Namespace) -> int:
+    from headwise.bench.peers import PEERS, chosen_layers, compare_layers, measured_layers
+
+    settings = {
+        "rounds": options.rounds or (2 if options.quick else 5),
+        "seconds": 5.0 if options.quick else 150.0,
+    }
     lengths = _lengths(options.n, (512,) if options.quick else (1024, 4096, 16384))
-    rows, failed = [], {}
-    with bar("measuring", len(lengths), quiet=is_quiet(options)) as advance:
-        for count, n in enumerate(lengths, start=1):
-            more, errors = compare_layers(n, names=options.layers, rounds=rounds, seconds=seconds)
-            rows, failed = rows + more, {**failed, **errors}
-            advance(count)
+    chosen_layers(min(lengths), options.layers)  # an unknown name is refused before a directory is made
+    failed: dict[str, str] = {}
     missing = [peer.package for peer in PEERS.values() if not peer.installed]
-    if options.json:
-        print(json_text({"rows": [asdict(row) for row in rows], "not_installed": missing, "failed": failed}))
-        return 0
-    headings = ["layer, and others of its kind", "forward, ms", "f + b, ms", "ratio f", "f + b"]
-    for n in lengths:
+
+    def facts(rows: list[LayerTimes], complete: bool) -> dict[str, Any]:
+        found = {"rows": [asdict(row) for row in rows], "not_installed": missing, "failed": failed}
+        return {"schema": 1, **found, "complete": complete}
+
+    with _kept(options, "peers", ["peers.json"], **settings) as session:
+
+        def rows() -> list[LayerTimes]:
+            return [row for n in lengths for row in measured_layers(n, options.layers, session.kept)]
+
+        def show(complete: bool) -> None:
+            if options.json:
+                print(json_text(facts(rows(), complete)))
+            else:
+                _print_peers(rows(), missing, failed)
+
+        session.show = show
+        with bar("measuring", len(lengths), quiet=is_quiet(options)) as advance:
+            for count, n in enumerate(lengths, start=1):
+                failed |= compare_layers(n, names=options.layers, kept=session.kept, **settings)[1]
+                advance(count)
+        session.write_json("peers.json", facts(rows(), True))
+    return 0
+
+
+def _print_peers(rows: list[LayerTimes], missing: list[str], failed: dict[str, str]) -> None:
+    from headwise.bench.peers import OURS, PEERS
+
+    headings = ["layer, and others of its kind", "forward, s", "f + b, s", "ratio f", "f + b"]
+    for n in dict.fromkeys(row.n for row in rows):
         cells = []
         same_length = [row for row in rows if row.n == n]
         for ours in (row for row in same_length if row.name in OURS):
@@ -172,11 +252,10 @@ def _peers(options: argparse.Namespace) -> int:
         print("not installed:", ", ".join(missing))
     for name, error in failed.items():
         print(f"{name} failed: {error}")
-    return 0
 
 
 def _fidelity(options: argparse.Namespace) -> int:
-    from headwise.bench.fidelity import measure_fidelity, random_heads
+    from headwise.bench.fidelity import measure_fidelity, measured_fidelity, random_heads
 
     n = options.n or (256 if options.quick else None)
     if options.tensors is not None:
@@ -185,17 +264,33 @@ def _fidelity(options: argparse.Namespace) -> int:
         layers = _captured(options, n)
     else:
         layers = [random_heads(n or 2048)]
-    rows, refused = measure_fidelity(layers)
-    if options.json:
-        print(json_text({"layers": len(layers), "rows": [asdict(row) for row in rows], "refused": refused}))
-        return 0
-    cells = [[r.name, f"{r.cost:.4f}", f"{r.error:.3f}", f"{r.worst:.3f}", "causal" if r.causal else ""] for r in rows]
-    shape = tuple(layers[0][1].shape)
-    title = f"Distance from softmax attention, {len(layers)} layer{'s' * (len(layers) > 1)} of k {shape}"
-    headings = ["operator", "relative cost", "error of P v", "worst head", "against"]
-    print_table(title, headings, cells, no_wrap=["operator"])
-    for name, error in refused.items():
-        print(f"{name}: {error}")
+
+    def facts(rows: list[Fidelity], refused: dict[str, str], complete: bool) -> dict[str, Any]:
+        found = {"layers": len(layers), "rows": [asdict(row) for row in rows], "refused": refused}
+        return {**found, "complete": complete}
+
+    with _kept(options, "fidelity", ["fidelity.json"]) as session:
+
+        def show(complete: bool) -> None:
+            rows, refused = measured_fidelity(layers, session.kept)
+            if options.json:
+                print(json_text(facts(rows, refused, complete)))
+                return
+            cells = [
+                [r.name, f"{r.cost:.4f}", f"{r.error:.3f}", f"{r.worst:.3f}", "causal" if r.causal else ""]
+                for r in rows
+            ]
+            shape = tuple(layers[0][1].shape)
+            title = f"Distance from softmax attention, {len(layers)} layer{'s' * (len(layers) > 1)} of k {shape}"
+            headings = ["operator", "relative cost", "error of P v", "worst head", "against"]
+            print_table(title, headings, cells, no_wrap=["operator"])
+            for name, error in refused.items():
+                print(f"{name}: {error}")
+
+        session.show = show
+        with bar("measuring", len(layers), quiet=is_quiet(options)) as advance:
+            rows, refused = measure_fidelity(layers, kept=session.kept, progress=advance)
+        session.write_json("fidelity.json", facts(rows, refused, True))
     return 0
 
 
@@ -258,5 +353,7 @@ def _seconds(x: float) -> str:
 
 
 def _timing(x: Timing) -> str:
-    """Milliseconds: 43.2 ± 2.2"""
-    return f"{1000 * x.median:.4g}" + ("" if math.isnan(x.spread) else f" ± {1000 * x.spread:.2g}")
+    """Seconds: 0.0432 ± 0.0022"""
+    if math.isnan(x.median):
+        return ""
+    return f"{x.median:.3g}" + ("" if math.isnan(x.spread) else f" ± {x.spread:.1g}")

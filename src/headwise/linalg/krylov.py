@@ -1,18 +1,13 @@
 """P ~ U diag(sigma) V^T from apply and adjoint alone: batched block Golub-Kahan, P is never formed.
 
-From a Gaussian block V_1 the two bases grow alternately, U_j from P V_j and V_(j+1) from P^T U_j, each new block
-orthogonal to all previous ones.  In the bases [U, U'] and [V, V'], primes for the unexplored complement,
-
-    P = [ B  C ]      B, C known, C = U^T P V' of `block` columns;      D = U'^T P V' unknown.
-        [ 0  D ]
+From a Gaussian block V_1 the bases of `bidiagonal` grow by a block a step.  In them P = [[B, C], [0, D]], and
 
     values_i = sigma_i([B C]) <= sigma_i(P)                                  always (interlacing), up to rounding
-    sigma_i(P)^2 <= t   if t > delta^2 and sigma_i([B, C sqrt(t / (t - delta^2))])^2 <= t     whenever ||D|| <= delta
+    sigma_i(P) <= values_i + errors_i         but for a probability of 1e-9 over the random blocks (`error_bounds`)
 
-The second line (Schur complement of t - P P^T) is the quadratic residual bound ||r||^2 / gap for all values at once,
-with their indices: `errors` is its distance from `values`.  Only delta is estimated, by ||P^T U_k|| on the newest block
-times a margin; a start orthogonal to a leading direction (probability zero) would make it too small.
-`residuals` needs no such assumption and is weaker: for unit u, v some singular value of P lies within
+The second line costs `certificate` further steps, which bound ||D||; the bound is then the quadratic residual bound
+||r||^2 / gap for all values at once, with their indices, and the least that holds for every such D.
+`residuals` is weaker and needs no further product: for unit u, v some singular value of P lies within
 sqrt((||P v - s u||^2 + ||P^T u - s v||^2) / 2) of s (Weyl, on [[0, P], [P^T, 0]]).
 
 Golub & Kahan 1965; wide block and few steps: Musco & Musco 2015.
@@ -32,18 +27,21 @@ from typing import final
 import torch
 from torch import Tensor
 
-from headwise.errors import ShapeError
-from headwise.linalg.basis import checked_map, checked_shape, extend, gaussian_blocks, outside, size, work_dtype
+from headwise.errors import InputError, ShapeError
+from headwise.linalg.basis import checked_map, checked_shape, gaussian_blocks, work_dtype
+from headwise.linalg.bidiagonal import Bidiagonalisation, Explored
+from headwise.linalg.error_bounds import ceilings, remainder_norm
 from headwise.linalg.spectrum import Spectrum, exact_spectrum, rounding
-from headwise.shapes import whole_numbers
+from headwise.shapes import shown, whole_numbers
 
 __all__ = ["Spectrum", "Triplets", "singular_values", "singular_vectors"]
 
-MARGIN = 1.5
-"""Factor on the estimate of ||D|| from the newest block; with 1 it is too small for a few random heads."""
+CERTIFICATE = 3
+"""Steps that bound ||D||: two leave the bound 25 % above it on softmax heads, three 8 %, four 3 %."""
 
-# t / delta^2 at which the bound is evaluated: near 1 for values close to ||D||, larger for the leading ones
-LEVELS = (1 + 1e-6, 1.03, 1.1, 1.2, 1.35, 1.6, 2.2, 6.0)
+GUESS = 1.2
+"""Factor on the norm of the newest block, below which ||D|| is expected before anything is spent on bounding it."""
+
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -69,14 +67,19 @@ def singular_values(
     generator: torch.Generator | None = None,
     block: int = 64,
     steps: int | None = None,
+    accuracy: float = 0.0,
+    certificate: int = CERTIFICATE,
 ) -> Spectrum:
-    """sigma_1 >= ... >= sigma_r of P (*batch, m, n), with an error estimate for each (see the module docstring).
+    """sigma_1 >= ... >= sigma_r of P (*batch, m, n), with a bound of the error of each (see the module docstring).
 
     `apply` maps (*batch, n, c) to (*batch, m, c) and `adjoint` back, in the dtype of `like`; a half-precision operator
     is called in half precision, the bases are float32 and the small matrices float64.  Up to min(m, n) = 2 block steps,
     where P is no larger than the bases, the result is exact; beyond that, memory is O((m + n) block steps).  The
     default of `steps` is max(6, 3 r / block).  Without a generator the start is fixed, so that the same P gives the
     same spectrum every time.
+
+    accuracy     stop before `steps` once every error is at most accuracy sigma_1
+    certificate  steps spent on the error bounds; with 0 there are none, and `errors` is infinite
 
     >>> p = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
     >>> singular_values(lambda v: p @ v, lambda u: p.mT @ u, p.shape, 2, like=p).values
@@ -86,11 +89,10 @@ def singular_values(
     if shape[-1] > shape[-2]:
         # the transpose is tall, so that neither basis has more columns than rows
         apply, adjoint, shape = adjoint, apply, (*shape[:-2], shape[-1], shape[-2])
-    steps = _steps(shape, r, block, steps)
-    if shape[-1] <= 2 * block * steps:
+    limits = _limits(shape, r, block, steps, accuracy, certificate)
+    if shape[-1] <= 2 * block * limits.steps:
         return exact_spectrum(torch.linalg.svdvals(_whole(apply, shape, like)), like.dtype, shape, r)
-    parts = _bidiagonalise(apply, adjoint, shape, like, gaussian_blocks(block, like, generator), steps)
-    return _bounded(parts, torch.linalg.svd(parts.known, full_matrices=False), r, shape, like)
+    return _run(apply, adjoint, shape, r, like, gaussian_blocks(block, like, generator), limits)[2]
 
 
 def singular_vectors(
@@ -103,6 +105,8 @@ def singular_vectors(
     generator: torch.Generator | None = None,
     block: int = 64,
     steps: int | None = None,
+    accuracy: float = 0.0,
+    certificate: int = CERTIFICATE,
 ) -> Triplets:
     """`singular_values` with their vectors: left diag(values) right^T is close to the best rank-r approximation of P.
 
@@ -112,26 +116,39 @@ def singular_vectors(
     3.0
     """
     shape = checked_shape("singular_vectors", shape)
-    if shape[-1] > shape[-2]:
-        flipped = (*shape[:-2], shape[-1], shape[-2])
-        t = singular_vectors(adjoint, apply, flipped, r, like=like, generator=generator, block=block, steps=steps)
-        return Triplets(t.right, t.spectrum, t.left, t.known, t.block)
-    steps = _steps(shape, r, block, steps)
-    if shape[-1] <= 2 * block * steps:
-        x, s, yt = torch.linalg.svd(_whole(apply, shape, like), full_matrices=False)
-        return Triplets(x[..., :r], exact_spectrum(s, like.dtype, shape, r), yt.mT[..., :r])
-    parts = _bidiagonalise(apply, adjoint, shape, like, gaussian_blocks(block, like, generator), steps)
-    x, s, yt = torch.linalg.svd(parts.known, full_matrices=False)
-    left, right = (
-        (basis @ y[..., :r].to(basis.dtype)).double() for basis, y in ((parts.left, x), (parts.right, yt.mT))
+    flipped = shape[-1] > shape[-2]
+    if flipped:
+        apply, adjoint, shape = adjoint, apply, (*shape[:-2], shape[-1], shape[-2])
+    limits = _limits(shape, r, block, steps, accuracy, certificate)
+    if shape[-1] <= 2 * block * limits.steps:
+        x, values, yt = torch.linalg.svd(_whole(apply, shape, like), full_matrices=False)
+        spectrum, known, block = exact_spectrum(values, like.dtype, shape, r), None, 0
+        left, right = x[..., :r], yt.mT[..., :r]
+    else:
+        fresh = gaussian_blocks(block, like, generator)
+        explored, (x, _, yt), spectrum = _run(apply, adjoint, shape, r, like, fresh, limits)
+        left, right = (
+            (basis @ y[..., :r].to(basis.dtype)).double() for basis, y in ((explored.left, x), (explored.right, yt.mT))
+        )
+        known = explored.known
+    return Triplets(right, spectrum, left, known, block) if flipped else Triplets(left, spectrum, right, known, block)
+
+
+@final
+@dataclass(frozen=True)
+class _Limits:
+    steps: int  # at most
+    accuracy: float
+    certificate: int
+
+
+def _limits(
+    shape: Sequence[int], r: int, block: int, steps: int | None, accuracy: float, certificate: int
+) -> _Limits:
+    """When the iteration ends, after checking all numbers."""
+    whole_numbers(
+        "singular_values", least=0, r=r, block=block, steps=1 if steps is None else steps, certificate=certificate
     )
-    spectrum = _bounded(parts, (x, s, yt), r, shape, like)
-    return Triplets(left, spectrum, right, parts.known, parts.known.shape[-1] - parts.known.shape[-2])
-
-
-def _steps(shape: Sequence[int], r: int, block: int, steps: int | None) -> int:
-    """The number of block steps, after checking r, block and steps."""
-    whole_numbers("singular_values", least=0, r=r, block=block, steps=1 if steps is None else steps)
     m, n = shape[-2], shape[-1]
     if min(m, n) < 1:
         raise ShapeError(f"singular_values: P is {m} x {n}: an empty axis has no spectrum")
@@ -139,14 +156,23 @@ def _steps(shape: Sequence[int], r: int, block: int, steps: int | None) -> int:
         raise ShapeError(f"singular_values: r must lie in 1..{min(m, n)} for P of {m} x {n}, but r is {r}")
     if block < 1 or (steps is not None and steps < 1):
         raise ShapeError(f"singular_values: block and steps must be positive, but block is {block} and steps {steps}")
+    if isinstance(accuracy, bool) or not isinstance(accuracy, (int, float)) or not 0 <= accuracy < 1:
+        raise InputError(
+            f"singular_values: accuracy is relative to sigma_1 and must lie in [0, 1), but is {shown(accuracy)}"
+        )
+    if accuracy and not certificate:
+        raise InputError(
+            f"singular_values: an accuracy of {accuracy} needs error bounds, but certificate is 0; leave it at its "
+            f"default of {CERTIFICATE}"
+        )
     if steps is None:
-        return max(6, math.ceil(3 * r / block))
-    if block * steps < min(r, n):
+        steps = max(6, math.ceil(3 * r / block))
+    elif block * steps < min(r, n):
         raise ShapeError(
             f"singular_values: {steps} steps of block {block} span {block * steps} directions, fewer than r = {r}; "
             f"take at least {math.ceil(r / block)} steps"
         )
-    return steps
+    return _Limits(steps, accuracy, certificate)
 
 
 @torch.no_grad()
@@ -157,75 +183,79 @@ def _whole(apply: Callable[[Tensor], Tensor], shape: Sequence[int], like: Tensor
     return forward(torch.eye(n, dtype=work_dtype(like.dtype), device=like.device).expand(*batch, n, n)).double()
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """P = left known right^T + D on the rest, known = [B C]."""
-
-    left: Tensor  # U (*batch, m, s)
-    known: Tensor  # (*batch, s, s + block), float64
-    right: Tensor  # [V, newest block of V'] (*batch, n, s + block)
-    unseen: Tensor  # (*batch,) estimate of ||D||
-
-
 @torch.no_grad()
-def _bidiagonalise(
+def _run(
     apply: Callable[[Tensor], Tensor],
     adjoint: Callable[[Tensor], Tensor],
     shape: Sequence[int],
+    r: int,
     like: Tensor,
     fresh: Callable[[int], Tensor],
-    steps: int,
-) -> _Parts:
+    limits: _Limits,
+) -> tuple[Explored, tuple[Tensor, Tensor, Tensor], Spectrum]:
+    """The explored part of P, its singular value decomposition, and the first r values with their bounds."""
     *batch, m, n = shape
     forward = checked_map("singular_values", apply, like, (*batch, m))
     backward = checked_map("singular_values", adjoint, like, (*batch, n))
-    v = torch.linalg.qr(fresh(n)).Q
-    b, s = v.shape[-1], v.shape[-1] * steps
-    left, right = v.new_zeros(*batch, m, s), v.new_zeros(*batch, n, s + b)
-    known = torch.zeros(*batch, s, s + b, dtype=torch.float64, device=like.device)
-    z = right[..., :b] = v
-    scale = torch.zeros(batch, dtype=torch.float64, device=like.device)
-    for start in range(0, s, b):
-        stop = start + b
-        y = forward(right[..., start:stop])
-        scale = torch.maximum(scale, size(y))
-        left[..., start:stop] = extend(left[..., :start], y, scale, fresh)
-        # all of U^T P V, not only its two nonzero blocks, so that `known` includes the rounding
-        known[..., :stop, start:stop] = (left[..., :stop].mT @ y).double()
-        z = backward(left[..., start:stop])
-        if stop < s:
-            right[..., stop : stop + b] = extend(right[..., :stop], z, scale, fresh)
-    z = outside(outside(z, right[..., :s]), right[..., :s])
-    right[..., s:], t = torch.linalg.qr(z)
-    known[..., s - b :, s:] = t.mT.double()
-    unseen = torch.linalg.matrix_norm(known[..., s - b :, :], 2)
-    return _Parts(left, known, right, unseen)
+    start = torch.linalg.qr(fresh(n)).Q
+    run = Bidiagonalisation(forward, backward, m, start.expand(*batch, *start.shape), fresh, limits.steps)
+    delta = torch.full(batch, torch.inf, dtype=torch.float64, device=like.device)  # above ||D||
+    factor = torch.full_like(delta, GUESS)
+
+    def spectrum(delta: Tensor) -> Spectrum:
+        return _bounded(explored, svd, r, shape, like.dtype, delta)
+
+    def accurate(spectrum: Spectrum) -> bool:
+        return bool((spectrum.errors <= limits.accuracy * spectrum.values[..., :1]).all())
+
+    for count in range(1, limits.steps + 1):
+        run.step()
+        last = count == limits.steps
+        if not last and (not limits.accuracy or run.block * count < r):
+            continue
+        explored = run.explored()
+        svd = torch.linalg.svd(explored.known, full_matrices=False)
+        newest = torch.linalg.matrix_norm(explored.known[..., -run.block :, :], 2)
+        if not last and not accurate(spectrum(torch.minimum(delta, factor * newest))):
+            continue  # a bound of ||D|| would not be enough
+        if limits.certificate and (last or not accurate(spectrum(delta))):
+            delta = torch.minimum(delta, remainder_norm(explored, forward, backward, fresh, limits.certificate))
+            factor = torch.maximum(factor, delta / newest.clamp_min(TINY))
+        found = spectrum(delta)
+        if last or accurate(found):
+            return explored, svd, found
+    raise AssertionError("the last step returns")
 
 
-def _bounded(parts: _Parts, svd: tuple[Tensor, Tensor, Tensor], r: int, shape: Sequence[int], like: Tensor) -> Spectrum:
-    """Values with the two bounds of the module docstring."""
+def _bounded(
+    explored: Explored,
+    svd: tuple[Tensor, Tensor, Tensor],
+    r: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    delta: Tensor,
+) -> Spectrum:
+    """The first r values with their bounds, where ||D|| <= delta.
+
+    Rounding is taken for a perturbation of P of at most `floor`: all of the above holds for the perturbed P, whose
+    singular values are within `floor` of those of P (Weyl).
+    """
     x, values, yt = svd
-    s = parts.known.shape[-2]
-    b, c = parts.known[..., :s], parts.known[..., s:]
-    # [B, C w] has the left vectors of [B C] to start from: its Gram matrix is diag(values^2) + (w^2 - 1) F F^T
-    f = x.mT @ c
-    diagonal, coupling = torch.diag_embed(values.square()), f @ f.mT
-    delta = (MARGIN * parts.unseen).square().unsqueeze(-1)
-    ceiling = torch.full_like(values, torch.inf)
-    for level in LEVELS:
-        stretched = torch.linalg.eigvalsh(diagonal + coupling / (level - 1)).flip(-1)
-        ceiling = torch.minimum(ceiling, torch.maximum(stretched, level * delta))
-    x, values, yt, ceiling = x[..., :r], values[..., :r], yt[..., :r, :], ceiling[..., :r]
-    ceiling = ceiling + 16 * torch.finfo(torch.float64).eps * values[..., :1].square()  # rounding of eigvalsh
-    excess = (ceiling - values.square()).clamp_min(0)
-    floor = rounding(like.dtype, shape, values[..., :1])
-    errors = excess / (ceiling.sqrt() + values).clamp_min(TINY) + floor
+    s = explored.s
+    b, f = explored.known[..., :s], x.mT @ explored.known[..., s:]
+    floor = rounding(dtype, shape, values[..., :1])
+    if bool(delta.isfinite().all()):
+        ceiling = ceilings(values, f @ f.mT, delta)[..., :r]
+        excess = (ceiling - values[..., :r].square()).clamp_min(0)
+        errors = excess / (ceiling.sqrt() + values[..., :r]).clamp_min(TINY) + floor
+    else:
+        errors = torch.full_like(values[..., :r], torch.inf)
 
     # the triplet (x, s, y) with y restricted to V, on which P is known
+    x, values, yt = x[..., :r], values[..., :r], yt[..., :r, :]
     inside = torch.linalg.vector_norm(yt[..., :s], dim=-1).clamp_min(TINY)
     leak = torch.linalg.vector_norm(yt[..., s:], dim=-1)
-    forward = b @ (yt[..., :s] / inside.unsqueeze(-1)).mT - x * values.unsqueeze(-2)
+    gap = b @ (yt[..., :s] / inside.unsqueeze(-1)).mT - x * values.unsqueeze(-2)
     backward = values.square() * 2 * leak.square() / (1 + inside)
-    residuals = ((forward.square().sum(-2) + backward) / 2).sqrt() + floor
+    residuals = ((gap.square().sum(-2) + backward) / 2).sqrt() + floor
     return Spectrum(values, errors, residuals, exact=False, count=min(shape[-2:]))

@@ -124,6 +124,7 @@ def _leading_values(scores: Scores, v: Tensor, generator: torch.Generator | None
         like=operator.like,
         generator=generator,
         steps=STEPS,
+        certificate=0,
     )
     output = operator.apply(v.float()).double()
     carried = (triplets.left.mT @ output).square().sum(-1)
