@@ -1,0 +1,152 @@
+"""Every causal family of transformers that can be built tiny, with random weights, and audited.
+
+    python -m tests.ledger.model_audit.causal_families llama gpt2     these families, with every verdict that is no "kept"
+    python -m tests.ledger.model_audit.causal_families --write        all of them; writes docs/reference/audited-families.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.ledger.model_audit.audit_model import audit_model
+from headwise.ledger.model_audit.promise import Standing
+from tests.examination.families import LARGEST, NotBuiltError, small, time_limit
+
+SECONDS = 60
+"""Time that one family may take."""
+
+
+@dataclass(frozen=True)
+class FamilyAudit:
+    """What the audit of one family found; `why` if there is no tiny model of it."""
+
+    family: str
+    model: str = ""
+    seconds: float = 0.0
+    standings: dict[str, str] = field(default_factory=dict)
+    sentences: dict[str, str] = field(default_factory=dict)
+    measured: dict[str, float | None] = field(default_factory=dict)
+    floor: float = 0.0
+    why: str = ""
+
+    @property
+    def violated(self) -> set[str]:
+        return {name for name, standing in self.standings.items() if standing == Standing.VIOLATED.value}
+
+
+OVERRIDES: dict[str, dict[str, Any]] = {}
+"""What the general recipe of `small` gets wrong for a family."""
+
+
+def causal_families() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _merged(fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {**fields, **{k: _merged(fields[k], v) if isinstance(v, Mapping) and isinstance(fields.get(k), dict) else v for k, v in changes.items()}}
+
+
+def build_causal(family: str) -> nn.Module:
+    """A tiny model of the family with its head for the next token, and random weights."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    try:
+        kind = CONFIG_MAPPING[family]
+        fields = _merged(small(kind().to_dict()), OVERRIDES.get(family, {}))
+        if fields.get("is_decoder") is False:
+            fields["is_decoder"] = True
+        config = kind(**fields)
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            size = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
+        if size > LARGEST:
+            raise NotBuiltError(f"{size / 1e6:.0f} million parameters after shrinking")
+        try:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        except ValueError as error:
+            if "does not support" not in str(error):
+                raise
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = model.eval().float()
+        with torch.no_grad():
+            model(input_ids=torch.randint(3, 89, (2, 24)))
+    except NotBuiltError:
+        raise
+    except Exception as error:
+        raise NotBuiltError(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}") from error
+    return model
+
+
+def audit_family(family: str) -> FamilyAudit:
+    start = time.process_time()
+    try:
+        model = build_causal(family)
+    except NotBuiltError as error:
+        return FamilyAudit(family, why=str(error))
+    audit = audit_model(model)
+    verdicts = audit.promises
+    return FamilyAudit(
+        family,
+        type(model).__name__,
+        time.process_time() - start,
+        {x.name: x.standing.value for x in verdicts},
+        {x.name: f"{x.sentence} {x.where}".strip() for x in verdicts},
+        {x.name: x.measured for x in verdicts},
+        audit["deterministic"].floor or 0.0,
+    )
+
+
+def audit_families(names: list[str]) -> list[FamilyAudit]:
+    """In this process."""
+    torch.set_num_threads(1)
+    found = []
+    for name in names:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            try:
+                with time_limit(SECONDS):
+                    found.append(audit_family(name))
+            except NotBuiltError as error:
+                found.append(FamilyAudit(name, why=str(error)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    names = options.families or causal_families()
+    found = audit_families(names)
+    if options.json:
+        print(json.dumps([asdict(x) for x in found]))
+        return
+    for x in found:
+        if x.why:
+            print(f"{x.family:24s} not built: {x.why}")
+            continue
+        print(f"{x.family:24s} {x.seconds:.1f} s floor {x.floor:.1e} violated: {', '.join(sorted(x.violated)) or 'nothing'}", flush=True)
+        for name, standing in x.standings.items():
+            if standing in ("VIOLATED", "not tried"):
+                print(f"    {name}: {standing} {x.measured[name]} {x.sentences[name][:200]}")
+
+
+if __name__ == "__main__":
+    main()
