@@ -1,7 +1,7 @@
 """Every causal family of transformers that can be built tiny, with random weights, and audited.
 
-    python -m tests.ledger.model_audit.causal_families llama gpt2     these families, with every verdict that is no "kept"
-    python -m tests.ledger.model_audit.causal_families --write        all of them; writes docs/reference/audited-families.md
+python -m tests.ledger.model_audit.causal_families llama gpt2     these families, with every verdict that is no "kept"
+python -m tests.ledger.model_audit.causal_families --write        all of them; writes docs/reference/audited-families.md
 """
 
 from __future__ import annotations
@@ -49,7 +49,31 @@ class FamilyAudit:
         return {name for name, standing in self.standings.items() if standing == Standing.VIOLATED.value}
 
 
-OVERRIDES: dict[str, dict[str, Any]] = {}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_k": 2},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"], "layers_block_type": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "layers_block_type": None},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "reformer": {
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "lsh"],
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+        "num_buckets": 4,
+    },
+    "xlm": {"emb_dim": 32, "causal": True},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba2": {"mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8},
+}
 """What the general recipe of `small` gets wrong for a family."""
 
 
@@ -60,7 +84,13 @@ def causal_families() -> list[str]:
 
 
 def _merged(fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    return {**fields, **{k: _merged(fields[k], v) if isinstance(v, Mapping) and isinstance(fields.get(k), dict) else v for k, v in changes.items()}}
+    return {
+        **fields,
+        **{
+            k: _merged(fields[k], v) if isinstance(v, Mapping) and isinstance(fields.get(k), dict) else v
+            for k, v in changes.items()
+        },
+    }
 
 
 def build_causal(family: str) -> nn.Module:
@@ -85,6 +115,9 @@ def build_causal(family: str) -> nn.Module:
                 raise
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         model = model.eval().float()
+        for weight in model.parameters():
+            if weight.dim() > 1 and not weight.any():  # routers that begin with ties
+                nn.init.normal_(weight, std=0.2)
         with torch.no_grad():
             model(input_ids=torch.randint(3, 89, (2, 24)))
     except NotBuiltError:
@@ -142,7 +175,10 @@ def main() -> None:
         if x.why:
             print(f"{x.family:24s} not built: {x.why}")
             continue
-        print(f"{x.family:24s} {x.seconds:.1f} s floor {x.floor:.1e} violated: {', '.join(sorted(x.violated)) or 'nothing'}", flush=True)
+        print(
+            f"{x.family:24s} {x.seconds:.1f} s floor {x.floor:.1e} violated: {', '.join(sorted(x.violated)) or 'nothing'}",
+            flush=True,
+        )
         for name, standing in x.standings.items():
             if standing in ("VIOLATED", "not tried"):
                 print(f"    {name}: {standing} {x.measured[name]} {x.sentences[name][:200]}")

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headwise.ledger.model_audit.audited_model import SAFETY, AuditedModel, NotTriedError
+from headwise.ledger.model_audit.audited_model import BLUNT, SAFETY, AuditedModel, NotTriedError
 from headwise.ledger.model_audit.promise import Promise, Standing
 from headwise.models.intercept import ATTENTION, intercept, read_sdpa
 from headwise.models.provenance.attention_kind import Provenance, tensors
-from headwise.models.provenance.written_out import PRODUCTS, SOFTMAX
+from headwise.models.provenance.written_out import ADDED_PRODUCTS, PRODUCTS, SOFTMAX
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.softmax import Softmax
 
+MIXING = PRODUCTS | ADDED_PRODUCTS | ATTENTION | {F.linear, F.multi_head_attention_forward}
 FORMS, ROWS = "eager = sdpa", "rows of P sum to one"
 
 
@@ -45,16 +47,20 @@ def check_forms(audited: AuditedModel) -> Promise:
             raise NotTriedError("with sdpa it does not call scaled_dot_product_attention either")
         kept = "Both implementations of attention give the same."
     distance, (b, i) = audited.worst(other, first)
-    if distance <= audited.threshold:
-        return Promise(FORMS, Standing.KEPT, kept, distance, audited.floor)
-    sentence = "The two implementations of attention differ: in a mask, a scale, or something that one of them leaves out."
-    return Promise(FORMS, Standing.VIOLATED, sentence, distance, audited.floor, f"sequence {b}, position {i}")
+    return audited.verdict(
+        FORMS,
+        distance,
+        f"sequence {b}, position {i}",
+        kept=kept,
+        violated="The two implementations of attention differ: in a mask, a scale, or something that one leaves out.",
+    )
 
 
 def written_out(args: tuple, kwargs: dict) -> Tensor:
     """softmax(scale q k^T + mask) v, from the arguments of scaled_dot_product_attention."""
     query, value = (kwargs.get(name, args[i] if len(args) > i else None) for i, name in ((0, "query"), (2, "value")))
-    assert isinstance(query, Tensor) and isinstance(value, Tensor)
+    assert isinstance(query, Tensor)
+    assert isinstance(value, Tensor)
     q, k, v, mask, scale = read_sdpa(*args, **kwargs)
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -120,11 +126,13 @@ class _RowSums(TorchFunctionMode):
         self.provenance = Provenance()
         self.weights: set[int] = set()  # numbers of the results of a softmax
         self.sums: list[tuple[float, str]] = []  # largest |row sum - 1|, and where
+        self.keys = 1  # the largest number of terms of a sum
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.provenance.note(args, kwargs, out)
+        if func not in MIXING:  # what is computed from weights by a product is no longer weights
+            self.provenance.note(args, kwargs, out)
         if func in SOFTMAX and out.dim() >= 3:
             self.weights.add(self.provenance.number(out))
         elif func in PRODUCTS and isinstance(out, Tensor) and out.dim() >= 3:
@@ -137,7 +145,7 @@ class _RowSums(TorchFunctionMode):
             ones = function(*args, **{**kwargs, "value": torch.ones_like(kwargs["value"])})
         else:
             ones = function(*args[:2], torch.ones_like(args[2]), *args[3:], **kwargs)
-        self._note(ones, site)
+        self._note(ones, site, kwargs["key"].shape[-2] if "key" in kwargs else args[1].shape[-2])
         return function(*args, **kwargs)
 
     def _product(self, factors: list[Tensor], args: tuple) -> None:
@@ -146,11 +154,11 @@ class _RowSums(TorchFunctionMode):
         p = factors[0]
         if min(p.shape[-2:]) < 2 or p.dim() < 3 or not self.provenance.sources(p, self.weights, same_size=True):
             return
-        self._note(p.detach().sum(-1), f"attention call {len(self.sums)}, written out")
+        self._note(p.detach().double().sum(-1), f"attention call {len(self.sums)}, written out", p.shape[-1])
 
-    def _note(self, sums: Tensor, how: str) -> None:
+    def _note(self, sums: Tensor, how: str, keys: int) -> None:
         """Rows that see no key at all are zero by convention."""
-        sums = sums.double()
+        sums, self.keys = sums.double(), max(self.keys, keys)
         gap = torch.where(sums == 0, 0.0, (sums - 1).abs())
         gap = torch.where(gap.isnan(), torch.inf, gap)
         at = [int(x) for x in torch.unravel_index(gap.argmax(), gap.shape)]
@@ -158,8 +166,9 @@ class _RowSums(TorchFunctionMode):
 
 
 def check_rows(audited: AuditedModel) -> Promise:
-    """P 1 = 1, as the model computes it: by its fused calls with values of ones, and wherever it writes a softmax out."""
+    """P 1 = 1, as the model computes it: by its fused calls with values of ones, and where it writes a softmax out."""
     found: list[tuple[float, str]] = []
+    keys = 1
     for implementation in (None, "eager"):
         watch = _RowSums()
         try:
@@ -171,12 +180,12 @@ def check_rows(audited: AuditedModel) -> Promise:
                 audited.run(audited.batch)
         except NotTriedError:
             continue
-        found += watch.sums
+        found, keys = found + watch.sums, max(keys, watch.keys)
     if not found:
         raise NotTriedError("no softmax that is multiplied with values was seen")
     gap, where = max(found)
-    floor = torch.finfo(audited.dtype).eps
-    if gap <= SAFETY * floor:
+    floor = torch.finfo(audited.dtype).eps * keys**0.5
+    if gap <= min(SAFETY * floor, BLUNT):
         return Promise(ROWS, Standing.KEPT, f"In {len(found)} attention calls every row sums to one.", gap, floor)
     sentence = "Rows of attention weights do not sum to one (absolute); is the softmax over another axis than the keys?"
     return Promise(ROWS, Standing.VIOLATED, sentence, gap, floor, where)

@@ -35,7 +35,6 @@ from headwise.ledger.model_audit.promise import ModelAudit, Promise, Standing
 from headwise.ledger.model_audit.repeated_runs import (
     BATCH,
     DETERMINISTIC,
-    FINITE,
     LEFT,
     RIGHT,
     check_batch_equals_single,
@@ -64,7 +63,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check, bool], ...] = (
     ((TRANSLATION,), check_translation, False),
     ((COLLAPSE,), check_collapse, True),
 )
-"""The names of the promises, how they are tried, and whether random numbers drawn by the model leave that meaningful."""
+"""The names of the promises, how they are tried, and whether that can be judged if the model draws random numbers."""
 
 STEPS = len(CHECKS) + 1
 """What `progress` counts to."""
@@ -120,7 +119,7 @@ def _verdicts(audited: AuditedModel) -> Iterator[list[Promise]]:
         for names, _, _ in CHECKS:
             yield [untried(name, NotTriedError("the output is not finite")) for name in names]
         return
-    steady = check_deterministic(audited)
+    (steady,) = _tried(audited, (DETERMINISTIC,), check_deterministic)
     yield [finite, steady]
     left: Promise | None = None
     for names, check, survives_randomness in CHECKS:
@@ -156,7 +155,9 @@ def _inputs(
     if texts is not None:
         made = tokenized(model, texts, tokenizer, length=length).batches
         shortest = min(batch["input_ids"].shape[1] for batch in made)
-        return _joined([{key: x[:, :shortest] for key, x in batch.items()} for batch in made]), f"texts of {shortest} tokens"
+        return _joined(
+            [{key: x[:, :shortest] for key, x in batch.items()} for batch in made]
+        ), f"texts of {shortest} tokens"
     if batches is None:
         window = widest_window(getattr(model, "config", None))
         batch = sampled_batch(model, length=length, window=window, seed=seed)
@@ -177,7 +178,8 @@ def _joined(batches: list[Any]) -> Any:
     alike = [
         other
         for other in batches[:SEQUENCES]
-        if isinstance(other, Mapping) and {k: x.shape[1:] for k, x in other.items()} == {k: x.shape[1:] for k, x in batch.items()}
+        if isinstance(other, Mapping)
+        and {k: x.shape[1:] for k, x in other.items()} == {k: x.shape[1:] for k, x in batch.items()}
     ]
     return {key: torch.cat([other[key] for other in alike]) for key in batch}
 

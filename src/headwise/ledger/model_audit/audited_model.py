@@ -3,9 +3,8 @@
     distance(A, B) = max |A - B| / max |A|,    violated: distance > SAFETY * floor
 
 The floor is what rounding does to the output: the model runs again while the output of every layer is multiplied by
-1 + 2 eps u, u uniform in [-1, 1].  Errors of that size arise wherever sums are taken in another order, so that a promise
-that holds in exact arithmetic is missed by about the floor, in any dtype and on any device, and no copy of the model is
-needed.
+1 + 2 eps u, u uniform in [-1, 1].  Errors of that size arise wherever sums are taken in another order, so a promise
+that holds in exact arithmetic is missed by about the floor, in any dtype and on any device.
 """
 
 from __future__ import annotations
@@ -28,6 +27,9 @@ from headwise.random_state import seeded
 SAFETY = 32.0
 """A difference is real if it is this much above the floor, which a few draws estimate."""
 
+BLUNT = 0.1
+"""A threshold above this would let violations pass."""
+
 DRAWS = 3
 OUTPUTS = ("logits", "last_hidden_state", "image_embeds", "text_embeds", "pooler_output")
 """Which output is compared, if a model returns several; else the first."""
@@ -41,6 +43,14 @@ class NotTriedError(HeadwiseError):
 
 class DoesNotApplyError(NotTriedError):
     """A promise that has no meaning for this model; the message is the reason."""
+
+
+def gradient(output: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
+    """d output / d inputs; NotTriedError if the model has no backward pass."""
+    try:
+        return list(torch.autograd.grad(output, inputs, retain_graph=True, allow_unused=True))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise NotTriedError(f"its backward pass does not run ({one_line(error)})") from error
 
 
 def untried(name: str, error: HeadwiseError) -> Promise:
@@ -62,7 +72,9 @@ class AuditedModel:
         self.raw = self.call(self.batch)
         reference = main_output(self.raw, model)
         self._batch_axes = self._find_batch_axes(batch)
-        sizes = {x.shape[self._batch_axes[name]] for name, x in self.batch.items() if self._batch_axes[name] is not None}
+        sizes = {
+            x.shape[self._batch_axes[name]] for name, x in self.batch.items() if self._batch_axes[name] is not None
+        }
         if len(sizes) != 1:
             raise InputError(f"{self.name}: the tensors of a batch hold {sorted(sizes)} sequences; give one number")
         (self.sequences,) = sizes
@@ -167,6 +179,20 @@ class AuditedModel:
     @property
     def threshold(self) -> float:
         return SAFETY * self.floor
+
+    def verdict(
+        self, name: str, distance: float, where: str, *, kept: str, violated: str, is_promised: bool = True
+    ) -> Promise:
+        """KEPT or VIOLATED by whether `distance` is above rounding; MEASURED if nothing was promised."""
+        if distance > self.threshold:
+            standing = Standing.VIOLATED if is_promised else Standing.MEASURED
+            return Promise(name, standing, violated, distance, self.floor, where)
+        if self.threshold > BLUNT and distance > 0:
+            raise NotTriedError(
+                f"rounding alone changes the output by {self.floor:.2g} in {str(self.dtype)[6:]}, too much to see a "
+                "violation; try float32 (--dtype) or other inputs"
+            )
+        return Promise(name, Standing.KEPT if is_promised else Standing.MEASURED, kept, distance, self.floor)
 
     @contextlib.contextmanager
     def _rounding(self, generator: torch.Generator, eps: float) -> Iterator[None]:

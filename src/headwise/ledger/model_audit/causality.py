@@ -1,4 +1,4 @@
-"""No output depends on a later token: a later token is exchanged, and a gradient is taken with respect to later tokens."""
+"""No output depends on a later token: by exchanging later tokens, and by the gradient with respect to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.ledger.model_audit.audited_model import AuditedModel, NotTriedError
+from headwise.ledger.model_audit.audited_model import AuditedModel, NotTriedError, gradient
 from headwise.ledger.model_audit.promise import Promise, Standing
 from headwise.ledger.model_audit.sampled_inputs import vocabulary
 from headwise.models.run import OwnHook
@@ -29,9 +29,9 @@ def check_perturbation(audited: AuditedModel) -> Promise:
         later = max(later, audited.distance(out[:, t:], audited.reference[:, t:]))
         if earlier > distance:
             distance, where = earlier, f"sequence {b}, position {i} sees position {t}"
-    if later <= audited.threshold:
+    if later <= (audited.threshold if distance > 0 else 0):
         raise NotTriedError(f"exchanged tokens change the output by {later:.2g} only, so nothing can be seen by it")
-    return _verdict(audited, PERTURBATION, distance, where, "an exchanged token changes no earlier output", later)
+    return _verdict(audited, PERTURBATION, distance, where, "An exchanged token changes no earlier output.")
 
 
 def exchanged(audited: AuditedModel, x: Tensor, t: int) -> Tensor:
@@ -63,23 +63,17 @@ def check_gradient(audited: AuditedModel) -> Iterator[Promise]:
         if later.numel() and later.amax().item() / largest > distance:
             b, j = divmod(int(later.argmax()), later.shape[1])
             distance, where = later.amax().item() / largest, f"sequence {b}, position {i} sees position {i + 1 + j}"
-    yield _verdict(audited, GRADIENT, distance, where, "no output has a gradient with respect to a later token", largest)
+    yield _verdict(audited, GRADIENT, distance, where, "No output has a gradient with respect to a later token.")
     seen = (gradients[-1] > 0).any(0).nonzero().flatten()
     reach = n - int(seen.min()) if len(seen) else 0
     sentence = f"The last of {n} outputs depends on the {reach} last tokens."
     yield Promise(REACH, Standing.MEASURED, sentence, float(reach))
 
 
-def _verdict(audited: AuditedModel, name: str, distance: float, where: str, kept: str, power: float) -> Promise:
-    if distance <= audited.threshold:
-        standing = Standing.KEPT if audited.causal else Standing.MEASURED
-        return Promise(name, standing, f"{kept[0].upper()}{kept[1:]}.", distance, audited.floor)
-    if audited.causal:
-        sentence = "An output depends on a later token."
-        return Promise(name, Standing.VIOLATED, sentence, distance, audited.floor, where)
+def _verdict(audited: AuditedModel, name: str, distance: float, where: str, kept: str) -> Promise:
     why = "as in an encoder" if audited.causal is False else "which is right unless the model is meant to be causal"
-    sentence = f"Outputs depend on later tokens, {why}."
-    return Promise(name, Standing.MEASURED, sentence, distance, audited.floor, where)
+    violated = "An output depends on a later token." if audited.causal else f"Outputs depend on later tokens, {why}."
+    return audited.verdict(name, distance, where, kept=kept, violated=violated, is_promised=bool(audited.causal))
 
 
 def _gradients(audited: AuditedModel, x: Tensor, queries: list[int]) -> Tensor:
@@ -99,8 +93,7 @@ def _gradients(audited: AuditedModel, x: Tensor, queries: list[int]) -> Tensor:
         weights = weights.to(out.device, out.dtype)
         rows = []
         for i in queries:
-            keep = i != queries[-1]
-            found = torch.autograd.grad((out[:, i] @ weights).sum(), leaves, retain_graph=keep, allow_unused=True)
+            found = gradient((out[:, i] @ weights).sum(), leaves)
             sizes = [g.detach().abs().flatten(2).amax(-1) for g in found if g is not None]
             rows.append(torch.stack(sizes).amax(0) if sizes else out.new_zeros(x.shape[:2]))
     return torch.stack(rows)

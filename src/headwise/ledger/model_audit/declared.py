@@ -1,9 +1,9 @@
 """What the config of a model of transformers declares: whether it is causal, and how far each layer sees.
 
-    sliding window w, causal          keys i - w + 1 ... i
-    sliding window w, both sides      keys i - w ... i + w
-    chunks of c                       keys of the chunk of i up to i
-    full                              keys 0 ... i, or all
+sliding window w, causal          keys i - w + 1 ... i
+sliding window w, both sides      keys i - w ... i + w
+chunks of c                       keys of the chunk of i up to i
+full                              keys 0 ... i, or all
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ class DeclaredReach:
         """The positions that the output at i may depend on."""
         last = i if causal else n - 1
         if self.kind == "sliding":
-            return range(max(0, i - self.width + 1), i + 1) if causal else range(max(0, i - self.width), min(n, i + self.width + 1))
+            return (
+                range(max(0, i - self.width + 1), i + 1)
+                if causal
+                else range(max(0, i - self.width), min(n, i + self.width + 1))
+            )
         return range(i // self.width * self.width, last + 1) if self.kind == "chunked" else range(last + 1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.ledger.model_audit.audited_model import AuditedModel, NotTriedError
+from headwise.ledger.model_audit.audited_model import AuditedModel, DoesNotApplyError, NotTriedError, gradient
 from headwise.ledger.model_audit.declared import declared_reaches
 from headwise.ledger.model_audit.promise import Promise, Standing
 from headwise.models.run import OwnHook, blocks_of
@@ -20,7 +20,7 @@ def check_windows(audited: AuditedModel) -> Promise:
     """The output of each layer depends on exactly the positions that the config declares."""
     declared = declared_reaches(audited.config) if audited.config is not None and not audited.has_decoder else []
     if not declared:
-        return Promise(WINDOWS, Standing.NOT_APPLICABLE, "Its config declares no window.")
+        raise DoesNotApplyError("its config declares no window")
     n, width = audited.length, max(reach.width for reach in declared)
     if n <= width:
         raise NotTriedError(
@@ -37,13 +37,13 @@ def check_windows(audited: AuditedModel) -> Promise:
         if reach.kind == "unknown" or name not in seen:
             continue
         checked += 1
-        for i, gradient in zip(queries, seen[name], strict=True):
+        for i, sizes in zip(queries, seen[name], strict=True):
             inside = torch.zeros(n, dtype=torch.bool)
             inside[list(reach.keys(i, n, causal))] = True
-            outside = (gradient * ~inside).amax().item() / gradient.amax().item()
-            missing = inside & (gradient == 0)
+            outside = (sizes * ~inside).amax().item() / sizes.amax().item()
+            missing = inside & (sizes == 0)
             if outside > max(worst, audited.threshold):
-                j = int((gradient * ~inside).argmax())
+                j = int((sizes * ~inside).argmax())
                 worst, where = outside, f"{name}, position {i} sees position {j}"
                 sentence = f"A layer sees further than its window ({reach.kind} {reach.width or 'attention'})."
             elif bool(missing.any()) and not sentence:
@@ -90,8 +90,10 @@ def _layer_gradients(
             weights = torch.randn(state.shape[-1], generator=torch.Generator().manual_seed(audited.seed)).to(state)
             gradients = []
             for i in queries:
-                (gradient,) = torch.autograd.grad((state[:, i] @ weights).sum(), leaves[name], retain_graph=True)
-                gradients.append(gradient.abs().amax((0, 2)).cpu())
+                (found_here,) = gradient((state[:, i] @ weights).sum(), [leaves[name]])
+                if found_here is None:
+                    return
+                gradients.append(found_here.abs().amax((0, 2)).cpu())
             found[name] = gradients
 
         return hook

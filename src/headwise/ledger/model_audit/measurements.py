@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.ledger.audit import audit_weights
-from headwise.ledger.model_audit.audited_model import AuditedModel, DoesNotApplyError, NotTriedError, main_output, untried
+from headwise.ledger.model_audit.audited_model import (
+    AuditedModel,
+    DoesNotApplyError,
+    NotTriedError,
+    main_output,
+    untried,
+)
 from headwise.ledger.model_audit.promise import Promise, Standing
 from headwise.models.gate import one_line
 from headwise.models.intercept import AttentionCall, intercept
@@ -102,7 +108,9 @@ def check_permutation(audited: AuditedModel) -> Promise:
     order = torch.randperm(audited.length, generator=torch.Generator().manual_seed(audited.seed)).to(x.device)
     distance, _ = audited.worst(audited.run(audited.with_positions(x[:, order])), audited.reference[:, order])
     has = distance <= audited.threshold
-    sentence = "Permuted tokens give permuted outputs: no position is used." if has else "The order of the tokens matters."
+    sentence = (
+        "Permuted tokens give permuted outputs: no position is used." if has else "The order of the tokens matters."
+    )
     return Promise(PERMUTATION, Standing.MEASURED, sentence, distance, audited.floor)
 
 

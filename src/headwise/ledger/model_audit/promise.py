@@ -77,7 +77,9 @@ class ModelAudit:
 
     def __str__(self) -> str:
         width = max(len(promise.name) for promise in self.promises)
-        lines = [f"{promise.name:<{width}}  {promise.standing.value:<14}  {promise.sentence}" for promise in self.promises]
+        lines = [
+            f"{promise.name:<{width}}  {promise.standing.value:<14}  {promise.sentence}" for promise in self.promises
+        ]
         return "\n".join([f"{self.model}: {self.kind}, {self.dtype}, {self.inputs}", *lines, self.summary])
 
     def __repr__(self) -> str:

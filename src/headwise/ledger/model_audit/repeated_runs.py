@@ -38,11 +38,12 @@ def check_deterministic(audited: AuditedModel) -> Promise:
     with torch.no_grad():
         again = audited.output_of(audited.call(audited.batch, seed=audited.seed + 1))
     distance, (b, i) = audited.worst(again, audited.reference)
-    if distance <= audited.threshold:
-        return Promise(DETERMINISTIC, Standing.KEPT, "Two runs in eval mode agree.", distance, audited.floor)
-    sentence = "Two runs in eval mode on the same input differ: something draws random numbers, such as dropout left on."
-    return Promise(
-        DETERMINISTIC, Standing.VIOLATED, sentence, distance, audited.floor, f"sequence {b}, position {i}"
+    return audited.verdict(
+        DETERMINISTIC,
+        distance,
+        f"sequence {b}, position {i}",
+        kept="Two runs in eval mode agree.",
+        violated="Two runs in eval mode differ: something draws random numbers, such as dropout that was left on.",
     )
 
 
@@ -50,13 +51,18 @@ def check_batch_equals_single(audited: AuditedModel) -> Promise:
     """Each sequence alone gives what it gives beside others."""
     if audited.sequences < 2:
         raise NotTriedError("the batch has one sequence; give two or more")
-    found = [(audited.worst(audited.run(audited.rows(b, b + 1)), audited.reference[b : b + 1]), b) for b in range(audited.sequences)]
-    (distance, (_, i)), b = max(found)
-    if distance <= audited.threshold:
-        sentence = f"Each of {audited.sequences} sequences alone gives what it gives in the batch."
-        return Promise(BATCH, Standing.KEPT, sentence, distance, audited.floor)
-    sentence = "A sequence gives something else alone than beside others: sequences of a batch reach one another."
-    return Promise(BATCH, Standing.VIOLATED, sentence, distance, audited.floor, f"sequence {b}, position {i}")
+    found = []
+    for b in range(audited.sequences):
+        distance, (_, i) = audited.worst(audited.run(audited.rows(b, b + 1)), audited.reference[b : b + 1])
+        found.append((distance, b, i))
+    distance, b, i = max(found)
+    return audited.verdict(
+        BATCH,
+        distance,
+        f"sequence {b}, position {i}",
+        kept=f"Each of {audited.sequences} sequences alone gives what it gives in the batch.",
+        violated="A sequence gives something else alone than beside others: sequences of a batch reach one another.",
+    )
 
 
 def padded_batch(audited: AuditedModel, side: str, *, positions: bool, other: bool = False) -> dict[str, Any]:
@@ -111,22 +117,24 @@ def _padding_on(audited: AuditedModel, side: str) -> Promise:
     (distance, (b, i)), positions = found[0] if found[0][0][0] <= audited.threshold else min(found)
     what, where = f"{PADDING} padding tokens on the {side.split()[0]}", f"sequence {b}, position {i}"
     if distance <= audited.threshold:
-        sentence = f"{what} change nothing."
+        kept = f"{what} change nothing"
         if positions:
-            sentence = (
-                f"{what} change nothing if position_ids count the real tokens, as generate() gives them; without them "
-                f"the output changes by {found[0][0][0]:.2g}."
+            kept += (
+                " if position_ids count the real tokens, as generate() gives them; without them the output changes by "
+                f"{found[0][0][0]:.2g}"
             )
-        return Promise(side, Standing.KEPT, sentence, distance, audited.floor)
+        return audited.verdict(side, distance, where, kept=f"{kept}.", violated="")
+    is_promised = True
     if audited.distance(run(positions, other=True), run(positions)) > audited.threshold:
-        sentence = "What stands in the padding changes the output at real tokens: it is attended to though it is masked."
-        return Promise(side, Standing.VIOLATED, sentence, distance, audited.floor, where)
-    if side == LEFT and (len(forms) == 1 or not audited.causal):
-        sentence = (
-            "Padding on the left moves the positions of real tokens, "
-            + ("and the model takes no position_ids" if len(forms) == 1 else "also if position_ids count the real ones")
-            + ": pad it on the right.  The padding itself is not attended to."
+        violated = (
+            "What stands in the padding changes the output at real tokens: it is attended to though it is masked."
         )
-        return Promise(side, Standing.MEASURED, sentence, distance, audited.floor, where)
-    sentence = f"{what} change the output at real tokens, whatever stands in them: they move something."
-    return Promise(side, Standing.VIOLATED, sentence, distance, audited.floor, where)
+    elif side == LEFT and (len(forms) == 1 or not audited.causal):
+        is_promised = False
+        why = "and the model takes no position_ids" if len(forms) == 1 else "also if position_ids count the real ones"
+        violated = (
+            f"Padding on the left moves real tokens, {why}: pad it on the right.  The padding is not attended to."
+        )
+    else:
+        violated = f"{what} change the output at real tokens, whatever stands in them: they move something."
+    return audited.verdict(side, distance, where, kept="", violated=violated, is_promised=is_promised)

@@ -62,7 +62,9 @@ def vocabulary(model: nn.Module) -> Tensor:
     special = set(_special(config.to_dict() if hasattr(config, "to_dict") else {}))
     ordinary = [token for token in range(min(known)) if token not in special]
     if len(ordinary) < 2:
-        raise InputError(f"{type(model).__name__} has {len(ordinary)} tokens that are not special; at least 2 are needed")
+        raise InputError(
+            f"{type(model).__name__} has {len(ordinary)} tokens that are not special; at least 2 are needed"
+        )
     return torch.tensor(ordinary)
 
 
