@@ -54,6 +54,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_k": 2},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"], "layers_block_type": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": [2, 2], "num_shared_expert": [1, 1]},

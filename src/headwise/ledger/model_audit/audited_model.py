@@ -66,8 +66,8 @@ class AuditedModel:
 
     def __init__(self, model: nn.Module, batch: Any, *, causal: bool | None, seed: int) -> None:
         self.model, self.seed, self.causal = model, seed, causal
-        self.parameters = inspect.signature(model.forward).parameters
-        self.batch, self.is_positional = _as_mapping(batch, self.parameters)
+        self.batch, self.is_positional = _as_mapping(batch, inspect.signature(model.forward).parameters)
+        self.arguments = _arguments(model)
         self.config = getattr(model, "config", None)
         self.raw = self.call(self.batch)
         reference = main_output(self.raw, model)
@@ -106,7 +106,8 @@ class AuditedModel:
         return self.tokens in TOKENS
 
     def takes(self, argument: str) -> bool:
-        return argument in self.parameters
+        """Whether the model, or the part that it hands further arguments to, has this argument."""
+        return argument in self.arguments
 
     # ---- running it ----
 
@@ -264,6 +265,16 @@ def main_output(raw: Any, model: nn.Module) -> Tensor:
         if isinstance(x, Tensor) and x.is_floating_point() and x.dim():
             return x
     raise InputError(f"{type(model).__name__} returned {type(raw).__name__}, in which there is no tensor to compare")
+
+
+def _arguments(model: nn.Module) -> set[str]:
+    """The names of the arguments of a model; with **kwargs also of the models of transformers inside it."""
+    parameters = inspect.signature(model.forward).parameters
+    names = set(parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        parts = [part for part in model.children() if hasattr(part, "main_input_name")]
+        names.update(*(_arguments(part) for part in parts))
+    return names
 
 
 def _as_mapping(batch: Any, parameters: Mapping[str, inspect.Parameter]) -> tuple[dict[str, Any], bool]:

@@ -34,10 +34,13 @@ def declared_causal(model: nn.Module) -> bool | None:
     if said is not None:
         return said
     auto = transformers_library().models.auto.modeling_auto
-    is_masked = family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if is_masked or family not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # families that can be either
         return getattr(config, "is_decoder", None) is True
-    return True
+    if family in causal or type(model).__name__ in causal.values():
+        return True
+    flags = [part.is_causal for part in model.modules() if isinstance(getattr(part, "is_causal", None), bool)]
+    return getattr(config, "is_decoder", None) is True or (bool(flags) and all(flags))
 
 
 @dataclass(frozen=True)
