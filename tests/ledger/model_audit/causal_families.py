@@ -10,11 +10,11 @@ import argparse
 import contextlib
 import io
 import json
-import os
 import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,9 +24,15 @@ import torch
 from torch import nn
 
 from headwise.ledger.model_audit.audit_model import audit_model
+from headwise.ledger.model_audit.cached_decoding import AFTER_PADDING, BY_CHUNK, BY_TOKEN
+from headwise.ledger.model_audit.causality import GRADIENT, PERTURBATION
+from headwise.ledger.model_audit.layer_reach import WINDOWS
 from headwise.ledger.model_audit.promise import Standing
-from tests.examination.families import LARGEST, NotBuiltError, small, time_limit
+from headwise.ledger.model_audit.repeated_runs import DETERMINISTIC, LEFT, RIGHT
+from tests.examination.families import LARGEST, NotBuiltError, _escaped, small, time_limit
 
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "audited-families.md"
+START, END = "<!-- families: start -->", "<!-- families: end -->"
 SECONDS = 60
 """Time that one family may take."""
 
@@ -76,6 +82,54 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": {"mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8},
 }
 """What the general recipe of `small` gets wrong for a family."""
+
+
+ROBERTA = (
+    "positions are counted from the padding tokens in input_ids; those of the prompt are forgotten once it is cached"
+)
+EXPLAINED: dict[str, tuple[set[str], str]] = {
+    "bamba": (
+        {BY_TOKEN, BY_CHUNK, AFTER_PADDING},
+        "without position_ids, positions begin at 0 again after every cached part; generate() gives position_ids",
+    ),
+    "camembert": ({AFTER_PADDING}, ROBERTA),
+    "cpmant": (
+        {PERTURBATION, RIGHT, BY_TOKEN},
+        "a prompt is read in both directions by design, its length is taken from tokens that are not 0 and not from "
+        "the mask, and with a cache all tokens are to be given again",
+    ),
+    "data2vec-text": ({AFTER_PADDING}, ROBERTA),
+    "deepseek_v4": (
+        {LEFT},
+        "tokens are compressed in blocks that begin at the first one, padding or not",
+    ),
+    "falcon_mamba": ({BY_CHUNK}, "a cached part of more than one token starts from an empty state of its recurrence"),
+    "git": ({AFTER_PADDING}, "with a cache and a mask, an image before the text is assumed, so the mask is shifted"),
+    "mamba": ({BY_CHUNK}, "a cached part of more than one token starts from an empty state of its recurrence"),
+    "moshi": (
+        {WINDOWS, BY_TOKEN, BY_CHUNK, AFTER_PADDING},
+        "its config declares a window, which its cache keeps to and its mask does not",
+    ),
+    "prophetnet": (
+        {PERTURBATION, GRADIENT, RIGHT, BY_TOKEN},
+        "its streams that predict read relative position embeddings of other positions (without these it is causal)",
+    ),
+    "reformer": (
+        {DETERMINISTIC, PERTURBATION},
+        "hash functions are drawn in every run; which keys a query meets depends on the buckets of later tokens, too",
+    ),
+    "roberta": ({AFTER_PADDING}, ROBERTA),
+    "roberta-prelayernorm": ({AFTER_PADDING}, ROBERTA),
+    "rwkv": (
+        {LEFT, BY_TOKEN, BY_CHUNK},
+        "its recurrence ignores the mask, and its cache broadcasts over the sequences of a batch",
+    ),
+    "xlm": ({LEFT}, "in causal use, padding is set to zero, and attended to as such, rather than masked"),
+    "xlm-roberta": ({AFTER_PADDING}, ROBERTA),
+    "xlm-roberta-xl": ({AFTER_PADDING}, ROBERTA),
+    "xmod": ({AFTER_PADDING}, ROBERTA),
+}
+"""family -> (promises that it breaks, why), each looked up in its source"""
 
 
 def causal_families() -> list[str]:
@@ -162,12 +216,62 @@ def audit_families(names: list[str]) -> list[FamilyAudit]:
     return found
 
 
+def in_a_process(names: list[str]) -> list[FamilyAudit]:
+    """The same in a process of its own, so that memory and imports of many families do not add up."""
+    command = [sys.executable, "-m", "tests.ledger.model_audit.causal_families", "--json", *names]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PAGE.parents[2])
+    return [FamilyAudit(**row) for row in json.loads(out.stdout.splitlines()[-1])]
+
+
+def table(found: list[FamilyAudit]) -> str:
+    """The Markdown of the page."""
+    built = [x for x in found if not x.why]
+    names = list(built[0].standings)
+    standings = [standing.value for standing in Standing]
+    counts = {name: Counter(x.standings.get(name) for x in built) for name in names}
+    lines = [f"## Promises, over {len(built)} families", "", f"| promise | {' | '.join(standings)} |"]
+    lines += ["|---" * (len(standings) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(str(counts[name][x] or '') for x in standings)} |" for name in names]
+    broken = [x for x in built if x.violated]
+    lines += [
+        "",
+        f"## Broken promises: {len(broken)} families",
+        "",
+        "| family | promise | measured | why |",
+        "|---|---|---|---|",
+    ]
+    for x in broken:
+        for index, name in enumerate(name for name in names if name in x.violated):
+            size = x.measured[name]
+            shown = "another shape" if size is None else f"{size:.2g}"
+            family, why = (x.family, EXPLAINED.get(x.family, (set(), "?"))[1]) if index == 0 else ("", "")
+            lines.append(f"| {family} | {name} | {shown} | {why} |")
+    lines += ["", f"## Kept: {len(built) - len(broken)} families", ""]
+    lines += ["| family | model | kept | not tried | rounding |", "|---|---|---|---|---|"]
+    for x in built:
+        if not x.violated:
+            untried = ", ".join(name for name, standing in x.standings.items() if standing == "not tried")
+            kept = sum(standing == "kept" for standing in x.standings.values())
+            lines.append(f"| {x.family} | {x.model} | {kept} | {untried} | {x.floor:.0e} |")
+    others = [x for x in found if x.why]
+    lines += ["", f"## Not built: {len(others)} families", "", "| family | why |", "|---|---|"]
+    lines += [f"| {x.family} | {_escaped(x.why)} |" for x in others]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     names = options.families or causal_families()
+    if options.write:
+        found = [x for start in range(0, len(names), 50) for x in in_a_process(names[start : start + 50])]
+        text = PAGE.read_text(encoding="utf-8")
+        before, after = text.partition(START)[0], text.partition(END)[2]
+        PAGE.write_text(f"{before}{START}\n{table(found)}\n{END}{after}", encoding="utf-8")
+        return
     found = audit_families(names)
     if options.json:
         print(json.dumps([asdict(x) for x in found]))
@@ -176,13 +280,11 @@ def main() -> None:
         if x.why:
             print(f"{x.family:24s} not built: {x.why}")
             continue
-        print(
-            f"{x.family:24s} {x.seconds:.1f} s floor {x.floor:.1e} violated: {', '.join(sorted(x.violated)) or 'nothing'}",
-            flush=True,
-        )
+        broken = ", ".join(sorted(x.violated)) or "nothing"
+        print(f"{x.family:24s} {x.seconds:.1f} s, rounding {x.floor:.1e}, broken: {broken}", flush=True)
         for name, standing in x.standings.items():
             if standing in ("VIOLATED", "not tried"):
-                print(f"    {name}: {standing} {x.measured[name]} {x.sentences[name][:200]}")
+                print(f"    {name}: {x.measured[name]} {x.sentences[name]}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""Bugs that are planted one at a time: each is found by the verdict that is about it, and by no other where it can be."""
+"""Bugs, planted one at a time: each is found by the verdict that is about it, and by no other where it can be."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 import headwise
 from headwise.ledger.model_audit.attention_forms import FORMS, ROWS

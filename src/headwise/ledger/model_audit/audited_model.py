@@ -258,7 +258,7 @@ def main_output(raw: Any, model: nn.Module) -> Tensor:
     """The tensor that is compared; InputError if the model returns none."""
     if isinstance(raw, Tensor):
         return raw
-    named = raw if isinstance(raw, Mapping) else {}
+    named = {name: x for name, x in raw.items() if "loss" not in name} if isinstance(raw, Mapping) else {}
     values = named.values() if named else raw if isinstance(raw, (tuple, list)) else ()
     preferred = (named[name] for name in OUTPUTS if name in named)
     for x in (*preferred, *values):

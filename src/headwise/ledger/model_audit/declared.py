@@ -37,7 +37,8 @@ def declared_causal(model: nn.Module) -> bool | None:
     causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # families that can be either
         return getattr(config, "is_decoder", None) is True
-    if family in causal or type(model).__name__ in causal.values():
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if {family, getattr(text, "model_type", family)} & set(causal) or type(model).__name__ in causal.values():
         return True
     flags = [part.is_causal for part in model.modules() if isinstance(getattr(part, "is_causal", None), bool)]
     return getattr(config, "is_decoder", None) is True or (bool(flags) and all(flags))
