@@ -84,9 +84,28 @@ def test_what_applies_to_a_decoder_an_encoder_and_a_vision_model() -> None:
     assert standing(text, COLLAPSE) == "measured"
     assert standing(decoder, COLLAPSE) == "does not apply"
     for audit in (decoder, text, image):
-        assert 0 < audit[HALF].measured < 0.1
-        assert audit[HALF].measured < audit[BRAIN].measured < 0.5
-        assert 0 < audit[HEADROOM].measured < 65504
+        half, brain, largest = (audit[name].measured or 0.0 for name in (HALF, BRAIN, HEADROOM))
+        assert 0 < half < 0.1
+        assert half < brain < 0.5
+        assert 0 < largest < 65504
+
+
+def test_outputs_as_large_as_the_weights_are_not_taken_for_weights() -> None:
+    """Eight tokens, heads of width eight: P and P V have equally many entries."""
+    assert standing(headwise.verify(tiny(bert), length=8), ROWS) == "kept"
+
+
+def test_a_loss_is_not_compared() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            out = self.encoder(x)
+            return {"loss": out.mean((0, 1, 2))[None], "out": out}
+
+    assert headwise.verify(WithLoss().eval(), [torch.randn(3, 9, 16)]).violated == ()
 
 
 def test_a_model_that_is_not_causal_though_it_should_be() -> None:
@@ -219,6 +238,7 @@ def test_an_interrupt_leaves_the_model_as_it_was() -> None:
 def test_windows_of_real_families() -> None:
     """Mistral with its window, and with the mask of another model."""
     from transformers import MistralConfig, MistralModel
+    from transformers.masking_utils import create_causal_mask
     from transformers.models.mistral import modeling_mistral
 
     config = MistralConfig(
@@ -237,7 +257,7 @@ def test_windows_of_real_families() -> None:
     assert standing(audit, WINDOWS) == "kept"
     assert audit[REACH].measured == 11  # two layers of six
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_mistral, "create_sliding_window_causal_mask", modeling_mistral.create_causal_mask)
+        patch.setattr(modeling_mistral, "create_sliding_window_causal_mask", create_causal_mask)
         audit = headwise.verify(model)
     assert WINDOWS in audit.violated
     assert BY_TOKEN in audit.violated  # its cache forgets what the layer still sees

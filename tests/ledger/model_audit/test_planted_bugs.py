@@ -70,6 +70,15 @@ def test_a_bug_is_found_by_its_verdict_alone(bug: str) -> None:
         assert promise.where
 
 
+def test_a_cache_that_needs_position_ids_says_so() -> None:
+    """The default positions are wrong; given ones are right."""
+    wrong, never = (
+        small_decoder(bug) for bug in ("positions after the cache are off by one", "cached keys are not rotated")
+    )
+    assert headwise.verify(wrong)[BY_TOKEN].sentence.endswith("With position_ids it gives the same.")
+    assert "position_ids" not in headwise.verify(never)[BY_TOKEN].sentence
+
+
 @pytest.mark.parametrize("bug", AMONG)
 def test_a_bug_with_consequences_is_found_by_its_verdict(bug: str) -> None:
     found, (required, consequences) = set(headwise.verify(small_decoder(bug)).violated), AMONG[bug]

@@ -121,14 +121,11 @@ def _verdicts(audited: AuditedModel) -> Iterator[list[Promise]]:
         return
     (steady,) = _tried(audited, (DETERMINISTIC,), check_deterministic)
     yield [finite, steady]
-    left: Promise | None = None
     for names, check, survives_randomness in CHECKS:
         if steady.standing is Standing.VIOLATED and not survives_randomness:
             yield [untried(name, NotTriedError("two runs on the same input differ")) for name in names]
             continue
-        found = list(check_cache(audited, left)) if check is check_cache else _tried(audited, names, check)
-        left = next((promise for promise in found if promise.name == LEFT), left)
-        yield found
+        yield _tried(audited, names, check)
 
 
 def _tried(audited: AuditedModel, names: Sequence[str], check: Check) -> list[Promise]:

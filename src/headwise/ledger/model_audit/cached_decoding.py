@@ -16,24 +16,23 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.ledger.model_audit.audited_model import AuditedModel, DoesNotApplyError, NotTriedError, untried
 from headwise.ledger.model_audit.promise import Promise, Standing
-from headwise.ledger.model_audit.repeated_runs import LEFT, PADDING, padded_batch
+from headwise.ledger.model_audit.repeated_runs import LEFT, PADDING, padded_batch, padding_on
+from headwise.models.gate import transformers_library
 
 BY_TOKEN, BY_CHUNK, AFTER_PADDING = "cache, token by token", "cache, in chunks", "cache, after left padding"
 CACHES = ("past_key_values", "cache_params", "state")
 """Names that models give their cache, as an argument and in what they return."""
 
 
-def check_cache(audited: AuditedModel, left: Promise | None) -> Iterator[Promise]:
-    """Three ways to decode with a cache; `left` is the verdict on left padding, on which the last one builds."""
-    n = audited.length
-    ways = {BY_TOKEN: [1] * n, BY_CHUNK: _chunks(n)}
-    for name, sizes in ways.items():
-        yield _compared(audited, name, sizes)
-    if left is None or left.standing is not Standing.KEPT or audited.has_decoder:
-        applies = left is not None and left.standing is not Standing.NOT_APPLICABLE and not audited.has_decoder
-        reason = "left padding changes the output without a cache, too" if applies else "there is no prompt to pad"
-        error = NotTriedError(reason) if applies else DoesNotApplyError(reason)
-        yield untried(AFTER_PADDING, error)
+def check_cache(audited: AuditedModel) -> Iterator[Promise]:
+    """Three ways to decode with a cache."""
+    yield _compared(audited, BY_TOKEN, [1] * audited.length)
+    yield _compared(audited, BY_CHUNK, _chunks(audited.length))
+    left = padding_on(audited, LEFT)
+    if audited.has_decoder or left.standing is Standing.NOT_APPLICABLE:
+        yield untried(AFTER_PADDING, DoesNotApplyError("there is no prompt to pad"))
+    elif left.standing is not Standing.KEPT:
+        yield untried(AFTER_PADDING, NotTriedError("left padding changes the output without a cache, too"))
     else:
         yield _compared(audited, AFTER_PADDING, None, use_positions="position_ids" in left.sentence)
 
@@ -119,8 +118,11 @@ def _cache_name(audited: AuditedModel) -> str:
     name = next((name for name in CACHES if audited.takes(name)), None)
     if name is None or not audited.takes("use_cache"):
         raise DoesNotApplyError("it takes no cache")
-    if audited.causal is False:
-        raise DoesNotApplyError("it is not causal")
+    if not audited.causal:
+        said = (
+            "it is not causal" if audited.causal is False else "nothing says that it is causal (--causal yes, causal=)"
+        )
+        raise DoesNotApplyError(said)
     if not audited.is_text:
         raise DoesNotApplyError("it takes no tokens")
     if set(audited.batch) - {"input_ids", "decoder_input_ids"} and not audited.has_decoder:
@@ -137,4 +139,4 @@ def _fixed(audited: AuditedModel) -> dict[str, Any]:
     states = getattr(audited.raw, "encoder_last_hidden_state", None)
     if states is None or not audited.takes("encoder_outputs"):
         raise NotTriedError("its encoder cannot be run apart from its decoder")
-    return {"encoder_outputs": (states,)}
+    return {"encoder_outputs": transformers_library().modeling_outputs.BaseModelOutput(last_hidden_state=states)}

@@ -17,7 +17,7 @@ from headwise.models.gate import transformers_library
 
 
 def declared_causal(model: nn.Module) -> bool | None:
-    """Whether a model of transformers is meant to be causal; None for other models."""
+    """Whether a model of transformers is meant to be causal; None for other models, and where nothing says so."""
     config = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
     if config is None or not isinstance(family, str):
@@ -40,8 +40,10 @@ def declared_causal(model: nn.Module) -> bool | None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if {family, getattr(text, "model_type", family)} & set(causal) or type(model).__name__ in causal.values():
         return True
-    flags = [part.is_causal for part in model.modules() if isinstance(getattr(part, "is_causal", None), bool)]
-    return getattr(config, "is_decoder", None) is True or (bool(flags) and all(flags))
+    if getattr(config, "is_decoder", None) is True:
+        return True
+    flags = {part.is_causal for part in model.modules() if isinstance(getattr(part, "is_causal", None), bool)}
+    return flags.pop() if len(flags) == 1 else None  # of its attention modules
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,7 @@ def declared_reaches(config: Any) -> list[DeclaredReach]:
     text = getattr(config, "get_text_config", None)
     config = text() if callable(text) else config
     layers = getattr(config, "num_hidden_layers", None) or getattr(config, "num_layers", None)
-    window = getattr(config, "sliding_window", None)
-    chunk = getattr(config, "attention_chunk_size", None)
+    window, chunk = (_size(config, name) for name in ("sliding_window", "attention_chunk_size"))
     local = getattr(config, "attention_layers", None)  # GPT-Neo: "global" or "local"
     if isinstance(local, (list, tuple)) and "local" in local:
         width = getattr(config, "window_size", 0)
@@ -77,13 +78,13 @@ def declared_reaches(config: Any) -> list[DeclaredReach]:
     types = getattr(config, "layer_types", None)
     if isinstance(types, (list, tuple)):
         known = {
-            "sliding_attention": DeclaredReach("sliding", window) if _size(window) else None,
-            "chunked_attention": DeclaredReach("chunked", chunk) if _size(chunk) else None,
+            "sliding_attention": DeclaredReach("sliding", window) if window else None,
+            "chunked_attention": DeclaredReach("chunked", chunk) if chunk else None,
             "full_attention": DeclaredReach("full"),
         }
         found = [known.get(kind) or DeclaredReach("unknown") for kind in types]
         return found if any(reach.width for reach in found) else []
-    if not _size(window) or getattr(config, "use_sliding_window", True) is False or not isinstance(layers, int):
+    if not window or getattr(config, "use_sliding_window", True) is False or not isinstance(layers, int):
         return []
     return [DeclaredReach("sliding", window)] * layers
 
@@ -93,5 +94,7 @@ def widest_window(config: Any) -> int | None:
     return max((reach.width for reach in declared_reaches(config) if reach.width), default=None)
 
 
-def _size(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x > 0
+def _size(config: Any, name: str) -> int:
+    """A field of a config; 0 if there is none, or no positive number."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else 0

@@ -30,7 +30,8 @@ def check_windows(audited: AuditedModel) -> Promise:
     seen = _layer_gradients(audited, blocks_of(audited.model), queries)
     if len(seen) != len(declared):
         raise NotTriedError(f"the config has {len(declared)} layers, and {len(seen)} blocks gave a gradient")
-    causal, checked = audited.causal is not False, 0
+    looks_back = not any(sizes[i + 1 :].any() for rows in seen.values() for i, sizes in zip(queries, rows, strict=True))
+    causal, checked = bool(audited.causal) or looks_back, 0
     worst, where, sentence = 0.0, "", ""
     for name, reach in zip(seen, declared, strict=True):
         if reach.kind == "unknown":

@@ -98,10 +98,15 @@ def padded_batch(audited: AuditedModel, side: str, *, positions: bool, other: bo
 def check_padding(audited: AuditedModel) -> Iterator[Promise]:
     """Real tokens give the same with and without padding."""
     for side in (RIGHT, LEFT):
-        try:
-            yield _padding_on(audited, side)
-        except HeadwiseError as error:
-            yield untried(side, error)
+        yield padding_on(audited, side)
+
+
+def padding_on(audited: AuditedModel, side: str) -> Promise:
+    """The verdict on one side."""
+    try:
+        return _padding_on(audited, side)
+    except HeadwiseError as error:
+        return untried(side, error)
 
 
 def _padding_on(audited: AuditedModel, side: str) -> Promise:

@@ -54,12 +54,12 @@ def sampled_batch(model: nn.Module, *, length: int | None, window: int | None, s
 
 def vocabulary(model: nn.Module) -> Tensor:
     """Tokens that can be drawn: those of the embedding table, without the special ones that the config names."""
-    config = getattr(model, "config", None)
+    fields = getattr(getattr(model, "config", None), "to_dict", dict)
     sizes = [_field(model, "vocab_size", None), getattr(_embedding(model), "num_embeddings", None)]
     known = [size for size in sizes if isinstance(size, int)]
     if not known:
         raise InputError(f"{type(model).__name__} has no vocabulary to draw tokens from; give a batch")
-    special = set(_special(config.to_dict() if hasattr(config, "to_dict") else {}))
+    special = set(_special(fields()))
     ordinary = [token for token in range(min(known)) if token not in special]
     if len(ordinary) < 2:
         raise InputError(
