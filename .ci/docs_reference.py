@@ -36,7 +36,7 @@ BASICS = ["errors", "cost", "shapes", "outputs"]
 HIDDEN = ["cli"]
 VERBS = ["examine", "Monitor", "MonitorCallback", "verify", "plan", "rewrite", "convert", "Grower"]
 NOT_BUILDERS = ["supported", "supports"]
-RESULTS = ["Examination", "Ledger", "Plan", "Receipt"]
+RESULTS = ["Examination", "Ledger", "ModelAudit", "Plan", "Receipt"]
 
 
 class Definition(NamedTuple):

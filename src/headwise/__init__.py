@@ -45,7 +45,7 @@ _NAMES = {
     "headwise.examination": ["Examination", "compare", "examine"],
     "headwise.examination.monitor": ["Monitor", "MonitorCallback"],
     "headwise.growth": ["Grower"],
-    "headwise.ledger": ["Ledger", "verify"],
+    "headwise.ledger": ["Ledger", "ModelAudit", "verify"],
     "headwise.models": ["Receipt"],
     "headwise.nn": ["GridAttention", "LearnedQuery", "MultiHead"],
     "headwise.replacement": ["Plan", "plan", "rewrite"],
@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from headwise.examination.monitor import MonitorCallback as MonitorCallback
     from headwise.growth import Grower as Grower
     from headwise.ledger import Ledger as Ledger
+    from headwise.ledger import ModelAudit as ModelAudit
     from headwise.ledger import verify as verify
     from headwise.models import Receipt as Receipt
     from headwise.nn import GridAttention as GridAttention

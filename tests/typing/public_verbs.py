@@ -19,3 +19,4 @@ def verbs(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
     assert_type(converted, nn.Module)
     assert_type(conversion, headwise.Receipt)
     assert_type(headwise.verify(), headwise.Ledger)
+    assert_type(headwise.verify(model, batches), headwise.ModelAudit)

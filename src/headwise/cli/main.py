@@ -3,7 +3,7 @@
 A command is a module with `run(argv: list[str]) -> int`.  Nothing here imports torch, so `headwise --help` is instant.
 
     0    done
-    1    done, and the answer is no: a claim differs from the record, a convolution was left as it was
+    1    done, and the answer is no: a claim differs from the record, a model breaks a promise, a convolution was left
     2    could not be done: bad input, or files, disk or memory that cannot be used
     70   a bug in headwise
     129, 130, 143   stopped by SIGHUP, SIGINT (Ctrl-C), SIGTERM; unfinished files were removed
@@ -49,7 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "examine": ("headwise.cli.examine_command", "measure every head of a model: one page, one JSON file"),
     "compare": ("headwise.cli.compare_command", "differences between two examinations, or between two models"),
     "monitor": ("headwise.cli.monitor_command", "what a Monitor measured during training, as a page"),
-    "verify": ("headwise.cli.verify_command", "test what papers claim about attention"),
+    "verify": ("headwise.cli.verify_command", "does a model keep its promises; do papers' claims about attention hold"),
     "grow": ("headwise.cli.grow_command", "train a small model that widens queries and keys where they are too narrow"),
     "plan": ("headwise.cli.plan_command", "the cheapest operator for every head within a tolerance"),
     "rewrite": ("headwise.cli.rewrite_command", "replace attention heads as a plan says, with a receipt"),

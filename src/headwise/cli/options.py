@@ -113,7 +113,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
 
 
-def add_loading(parser: argparse.ArgumentParser) -> None:
+def add_loading(parser: argparse._ActionsContainer) -> None:
     """--device --dtype --allow-missing --allow-pickle --trust-remote-code"""
     parser.add_argument(
         "--device", type=nonempty, metavar="NAME", help="where the model runs, such as cuda (default: cpu)"
@@ -198,7 +198,7 @@ def is_quiet(options: argparse.Namespace) -> bool:
     return options.json or options.quiet
 
 
-def add_seed(parser: argparse.ArgumentParser, what: str = "of the random numbers") -> None:
+def add_seed(parser: argparse._ActionsContainer, what: str = "of the random numbers") -> None:
     """--seed"""
     help = f"{what} (default: %(default)s)"
     parser.add_argument("--seed", type=whole_number(*SEEDS), default=0, metavar="N", help=help)

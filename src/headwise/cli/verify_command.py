@@ -1,21 +1,35 @@
-"""`headwise verify`: check published claims about attention, or audit the attention weights of a model."""
+"""`headwise verify`: the promises of a model, or published claims about attention, also on the weights of a model."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from headwise.cli import options as shared
 from headwise.cli.options import Parser, add_force, add_json, add_output, file_path, is_quiet, nonempty, whole_number
 from headwise.cli.progress import bar
-from headwise.cli.tables import print_table
-from headwise.errors import check_extra
+from headwise.cli.tables import print_table, print_text, wrapped
+from headwise.errors import InputError, check_extra
 from headwise.output_directory import OutputDirectory
 from headwise.outputs import json_text, new_file, writing
 
 if TYPE_CHECKING:
-    from headwise.ledger import Ledger
+    from headwise.ledger import Ledger, ModelAudit
+    from headwise.models.load import LoadedModel
+
+MODEL_OPTIONS = ("text", "images", "audio", "length", "causal", "device", "dtype")
+CLAIM_OPTIONS = ("source", "claim", "weights", "heads", "docs", "figures")
+STANDINGS = {
+    "kept": "green",
+    "VIOLATED": "bold red",
+    "measured": "cyan",
+    "not tried": "yellow",
+    "does not apply": "dim",
+}
+SEQUENCES, TEXT_LENGTH = 3, 64
+"""Texts, images or recordings that are taken, and tokens of a text."""
 
 COLOURS = {"HOLDS": "green", "HOLDS WITH PREMISE": "yellow", "REFUTED": "red", "CORRECTED": "magenta"}
 SOURCES = "S0 (Xie), S1 (Burgund), S2 (Verma), S3 (Ji & Xie) or S4 (Dordevic)"
@@ -23,6 +37,9 @@ SOURCES = "S0 (Xie), S1 (Burgund), S2 (Verma), S3 (Ji & Xie) or S4 (Dordevic)"
 
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
+    _check_options(options)
+    if options.model is not None:
+        return _audit_model(options)
     if options.weights is not None:
         return _audit(options)
     if options.figures is not None:
@@ -64,9 +81,30 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="headwise verify",
-        description="Check claims that five texts make about attention.  Exit code 1 if an outcome is not the recorded "
-        "one.",
+        description="Does MODEL keep its promises: is it causal, do padding, other sequences of a batch, a cache and "
+        "the form of attention change nothing, do windows reach as far as the config says?  Without MODEL: check "
+        "claims that five texts make about attention.  Exit code 1 if a promise is broken, or an outcome is not the "
+        "recorded one.",
     )
+    parser.add_argument(
+        "model", nargs="?", type=nonempty, metavar="MODEL", help=shared.MODEL_HELP.partition(" (default")[0]
+    )
+    model = parser.add_argument_group("with MODEL")
+    inputs = model.add_mutually_exclusive_group()
+    inputs.add_argument("--text", nargs="+", type=file_path, metavar="FILE", help="texts (default: random tokens)")
+    inputs.add_argument("--images", type=file_path, metavar="DIR", help="a directory of images (default: random ones)")
+    inputs.add_argument("--audio", nargs="+", type=file_path, metavar="FILE", help="recordings (default: random ones)")
+    model.add_argument(
+        "--length",
+        type=whole_number(8, shared.TOKENS[1]),
+        metavar="N",
+        help="tokens in each of three sequences (default: 32, or more to see a window of the model)",
+    )
+    model.add_argument(
+        "--causal", choices=("yes", "no"), help="whether no output may depend on a later token (default: by the config)"
+    )
+    shared.add_seed(model, "of the random inputs")
+    shared.add_loading(model)
     parser.add_argument("--source", type=nonempty, metavar="S0", help=f"only the claims of one text: {SOURCES}")
     parser.add_argument("--claim", type=nonempty, metavar="ID", help="only one claim, such as S0.low-rank")
     parser.add_argument(
@@ -84,6 +122,89 @@ def _parser() -> argparse.ArgumentParser:
     add_force(parser)
     add_json(parser)
     return parser
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise InputError for an option that would have no effect."""
+    without = CLAIM_OPTIONS if options.model is not None else MODEL_OPTIONS
+    reason = "MODEL is given" if options.model is not None else "no MODEL is given"
+    for name in without:
+        if getattr(options, name) is not None:
+            raise InputError(f"--{name} would have no effect, because {reason}; leave it out, or see verify --help")
+
+
+def _audit_model(options: argparse.Namespace) -> int:
+    from headwise.ledger.model_audit.audit_model import STEPS, audit_model
+
+    out: Path | None = options.out
+    with contextlib.ExitStack() as files:
+        file = None if out is None else files.enter_context(new_file(out, force=options.force))
+        loaded = shared.load(options)
+        batches = _batches(options, loaded)
+        with bar("trying promises", STEPS, quiet=is_quiet(options)) as advance:
+            audit = audit_model(
+                loaded.model,
+                batches,
+                length=options.length if batches is None else None,
+                causal=None if options.causal is None else options.causal == "yes",
+                name=loaded.name,
+                seed=options.seed,
+                progress=advance,
+            )
+        if out is not None and file is not None:
+            _write(out, file, json_text(audit.to_json(), indent=1))
+    if options.json:
+        print(json_text(audit.to_json()))
+    else:
+        _print_audit(audit)
+    return 1 if audit.violated else 0
+
+
+def _batches(options: argparse.Namespace, loaded: LoadedModel) -> list[Any] | None:
+    """What the options name, a factory's own batches, or None: the audit then draws them."""
+    if loaded.batches is None and options.text is None and options.images is None and options.audio is None:
+        return None
+    options.texts, options.random_tokens, options.batch = SEQUENCES, None, SEQUENCES
+    if options.text is not None and options.length is None:
+        options.length = TEXT_LENGTH
+    return list(shared.make_inputs(options, loaded).batches)
+
+
+def _print_audit(audit: ModelAudit) -> None:
+    from rich.text import Text
+
+    tried = [promise for promise in audit.promises if promise.standing.value != "does not apply"]
+    rows = [
+        (
+            wrapped(promise.name, 16),
+            Text(promise.standing.value, style=STANDINGS[promise.standing.value]),
+            "" if promise.measured is None else f"{promise.measured:.2g}",
+            "" if promise.floor is None else f"{promise.floor:.1g}",
+            promise.sentence + (f" ({promise.where})" if promise.where else ""),
+        )
+        for promise in tried
+    ]
+    headings = ("promise", "verdict", "measured", "rounding", "what was found")
+    title = f"{audit.model}: {audit.kind}, {audit.dtype}, {audit.inputs}"
+    print_table(title, headings, rows, words=("promise", "what was found", "verdict"), no_wrap=("verdict",))
+    print()
+    for reason, names in _not_applicable(audit).items():
+        print_text(f"{', '.join(names)}: {reason}", indent="    ")
+    print_text(
+        "measured, rounding: the largest change of the output relative to its largest entry, unless the last column "
+        f"says otherwise.  {audit.summary[0].upper()}{audit.summary[1:]}."
+    )
+    if audit.violated:
+        print_text(f"Broken: {'; '.join(audit.violated)}")
+
+
+def _not_applicable(audit: ModelAudit) -> dict[str, list[str]]:
+    """sentence -> the promises that do not apply for that reason"""
+    found: dict[str, list[str]] = {}
+    for promise in audit.promises:
+        if promise.standing.value == "does not apply":
+            found.setdefault(promise.sentence, []).append(promise.name)
+    return found
 
 
 def _write(path: Path, temporary: Path, text: str) -> None:

@@ -1,11 +1,13 @@
-"""`verify`: run the checks of published claims and compare their outcomes with the recorded ones."""
+"""`verify`: check published claims against the recorded outcomes, or the promises of a model."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, final, overload
+
+from torch import nn
 
 from headwise.errors import InputError
 from headwise.ledger import (
@@ -17,6 +19,8 @@ from headwise.ledger import (
     rank_collapse,
 )
 from headwise.ledger.entry import ClaimResult, LedgerEntry, check_claim
+from headwise.ledger.model_audit.audit_model import audit_model
+from headwise.ledger.model_audit.promise import ModelAudit
 
 SOURCES = (
     rank_collapse.SOURCE,
@@ -69,23 +73,76 @@ class Ledger:
         return f"Ledger({len(self.results)} claims: {self.summary}; {len(self.different)} different from the record)"
 
 
+@overload
 def verify(
+    model: None = None,
     *,
     source: str | None = None,
     claim: str | None = None,
     timing: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> Ledger:
-    """Check published claims about attention by computation.
+) -> Ledger: ...
+@overload
+def verify(
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    *,
+    texts: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    length: int | None = None,
+    causal: bool | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> ModelAudit: ...
+def verify(
+    model: nn.Module | None = None,
+    batches: Iterable[Any] | None = None,
+    *,
+    texts: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    length: int | None = None,
+    causal: bool | None = None,
+    seed: int = 0,
+    source: str | None = None,
+    claim: str | None = None,
+    timing: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Ledger | ModelAudit:
+    """Check by computation whether a model keeps its promises; without a model, published claims about attention.
+
+    model     a torch module, which is afterwards as it was; the result is then a `ModelAudit`
+    batches   what it takes, a list of tensors, tuples or dicts; default: tokens drawn from its vocabulary
+    texts     instead of batches, with their tokenizer
+    length    tokens of a sequence, if they are drawn or cut
+    causal    whether no output may depend on a later token; default: what its config says
+    seed      of the tokens
 
     source    only the claims of one text, S0 ... S4 (`headwise.ledger.SOURCES`)
     claim     only one claim, by its id
     timing    also measure times, on which no verdict depends
-    progress  called with the number of claims done
+    progress  called with the number of steps or claims done
 
     >>> verify(claim="S1.bias")
     Ledger(1 claims: 1 HOLDS; 0 different from the record)
+    >>> import torch
+    >>> verify(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), [torch.randn(2, 6, 8)]).violated
+    ()
     """
+    if model is not None:
+        if source is not None or claim is not None or timing:
+            raise InputError("source, claim and timing are about published claims; leave them out for a model")
+        return audit_model(
+            model,
+            batches,
+            texts=texts,
+            tokenizer=tokenizer,
+            length=length,
+            causal=causal,
+            seed=seed,
+            progress=progress,
+        )
+    if any(x is not None for x in (batches, texts, tokenizer, length, causal)):
+        raise InputError("batches, texts, tokenizer, length and causal are about a model; give one")
     results = []
     for entry in select(source=source, claim=claim):
         results.append(check_claim(entry, timing=timing))

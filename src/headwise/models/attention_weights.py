@@ -64,9 +64,9 @@ def read_weights(spec: str | nn.Module, heads: int | None = None) -> AttentionWe
 def _from_module(module: nn.Module, heads: int | None) -> AttentionWeights:
     attention = [m for m in module.modules() if isinstance(m, (MultiHead, nn.MultiheadAttention))]
     if not attention:
-        config = getattr(module, "config", None)
-        heads = heads if heads is not None else getattr(config, "num_attention_heads", None)
-        return _from_tensors(type(module).__name__, module.state_dict(), heads)
+        declared = getattr(getattr(module, "config", None), "num_attention_heads", None)
+        declared = declared if isinstance(declared, int) else None  # a list: each stage has its own
+        return _from_tensors(type(module).__name__, module.state_dict(), declared if heads is None else heads)
     layers = tuple(layer_of(m if isinstance(m, MultiHead) else MultiHead.from_torch(m)) for m in attention)
     inside = {id(part) for m in attention for part in m.modules()}
     leaves = (part for part in module.modules() if id(part) not in inside and not list(part.children()))
