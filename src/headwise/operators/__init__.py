@@ -1,6 +1,6 @@
 """Attention as a linear operator P, one published idea a file.  Each builder checks its input and returns an operator.
 
-    exact       softmax, gaussian, embedded_gaussian, dot_product, concatenation, uniform
+    exact       softmax, gaussian, embedded_gaussian, dot_product, concatenation, similarity (any f), uniform
     sparse      window, strided, fixed, hashed
     linear      efficient, factored, projected, nystrom, window_low_rank, near_far, and `projections` for their slots
     relative    positional, quadratic, shift, offset, toeplitz, toeplitz_softmax
@@ -27,7 +27,7 @@ from headwise.operators.relative.positional import positional
 from headwise.operators.relative.quadratic import quadratic
 from headwise.operators.relative.shift import shift
 from headwise.operators.relative.toeplitz import toeplitz, toeplitz_softmax
-from headwise.operators.similarity import embedded_gaussian, gaussian
+from headwise.operators.similarity import embedded_gaussian, gaussian, similarity
 from headwise.operators.softmax import Softmax, softmax
 from headwise.operators.sparse.fixed import fixed, fixed_steps
 from headwise.operators.sparse.hashed import hashed
@@ -64,6 +64,7 @@ __all__ = [
     "quadratic",
     "scale",
     "shift",
+    "similarity",
     "softmax",
     "strided",
     "strided_steps",
