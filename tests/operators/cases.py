@@ -19,6 +19,7 @@ from headwise.operators import (
     embedded_gaussian,
     gaussian,
     kronecker,
+    low_rank,
     per_head,
     product,
     scale,
@@ -238,6 +239,23 @@ COMPOSED = [
         lambda q, k: references.kronecker(
             references.kronecker(references.softmax(q, k), references.shift((2,), (1,))), references.uniform(2, 1)
         ),
+    ),
+    *(
+        Case(
+            f"low rank, {name}",
+            lambda q, k, r=r, masks=masks: low_rank(softmax(q, k, **masks), r),
+            inputs,
+            lambda q, k, r=r, masks=masks: references.low_rank(references.softmax(q, k, **masks), r),
+            skip={
+                "vmap": "a decomposition looks at the values of P",
+                "trace": "a decomposition is made once, outside of a graph",
+            },
+        )
+        for name, inputs, r, masks in (
+            ("more keys", CROSS, 2, {}),
+            ("fewer keys", TALL, 3, {"causal": True}),
+            ("all of it", HEADS, 6, {}),
+        )
     ),
     Case(
         "per head",

@@ -19,6 +19,7 @@ from headwise.operators.dot_product import dot_product
 from headwise.operators.similarity import attend, embedded_gaussian, gaussian, similarity
 from headwise.operators.softmax import Softmax
 from headwise.testing import assert_operator, references
+from tests.operators.cases import inverse_square
 from tests.operators.properties import Largest
 
 # the package has builders of these names

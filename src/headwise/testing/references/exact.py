@@ -175,6 +175,12 @@ def transposed(a: Tensor) -> Tensor:
     return matrix(a.shape[-1], a.shape[-2], lambda i, j: a[..., j, i])
 
 
+def low_rank(p: Tensor, r: int) -> Tensor:
+    """sum over the r leading i of sigma_i u_i v_i^T, from a full decomposition; a constant."""
+    u, values, vt = torch.linalg.svd(p.detach().double())
+    return sum(values[..., i, None, None] * u[..., :, i, None] * vt[..., i, None, :] for i in range(r))  # type: ignore
+
+
 def entropy(p: Tensor) -> Tensor:
     """H_i = -sum_j P_ij log P_ij with 0 log 0 = 0: (*batch, m, n) -> (*batch, m), in nats."""
     return -(p * torch.where(p > 0, p, torch.ones_like(p)).log()).sum(-1)

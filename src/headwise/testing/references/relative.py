@@ -72,12 +72,17 @@ def positional(
     grid: Sequence[int],
     score: Callable[[tuple[int, ...], tuple[int, ...]], Tensor],
     key_mask: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
-    """P_qk = exp s(q, k) / sum over the visible k' of a grid; a row without a visible key is zero."""
+    """P_qk = exp s(q, k) / sum over the visible k' of a grid; a row without a visible key is zero.
+
+    Causal: k comes before q, or is q, in the order of the cells; both grids are one.
+    """
     rows = [torch.broadcast_tensors(*(score(q, k).double() for k in cells(grid))) for q in cells(queries)]
     s = torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
-    visible = torch.ones(s.shape[-1], dtype=torch.bool) if key_mask is None else key_mask
-    return normalised(s, visible.unsqueeze(-2))
+    seen = torch.ones(s.shape[-1], dtype=torch.bool) if key_mask is None else key_mask
+    order = torch.tensor([[not causal or k <= q for k in cells(grid)] for q in cells(queries)])
+    return normalised(s, seen.unsqueeze(-2) & order)
 
 
 def quadratic(
@@ -89,6 +94,7 @@ def quadratic(
     stride: Sequence[int] | None = None,
     origin: Sequence[int] | None = None,
     key_mask: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """exp(-sum_a (k_a - stride_a q_a - origin_a - centre_a)^2 / (2 width_a^2)), normalised over all cells at once."""
     stride = stride or [1] * len(grid)
@@ -102,10 +108,12 @@ def quadratic(
             total = total - away**2 / (2 * widths[..., a] ** 2)
         return total
 
-    return positional(queries or grid, grid, score, key_mask)
+    return positional(queries or grid, grid, score, key_mask, causal)
 
 
-def tables(grid: Sequence[int], values: Sequence[Tensor], key_mask: Tensor | None = None) -> Tensor:
+def tables(
+    grid: Sequence[int], values: Sequence[Tensor], key_mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """exp(sum_a table_a[k_a - q_a + g_a - 1]), normalised; queries and keys on one grid."""
 
     def score(q: tuple[int, ...], k: tuple[int, ...]) -> Tensor:
@@ -114,7 +122,7 @@ def tables(grid: Sequence[int], values: Sequence[Tensor], key_mask: Tensor | Non
             total = total + values[a].double()[..., k[a] - q[a] + g - 1]
         return total
 
-    return positional(grid, grid, score, key_mask)
+    return positional(grid, grid, score, key_mask, causal)
 
 
 def border_cell(at: int, side: int, border: str) -> int | None:
