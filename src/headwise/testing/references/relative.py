@@ -125,6 +125,37 @@ def tables(
     return positional(grid, grid, score, key_mask, causal)
 
 
+def four_terms(
+    a: Tensor,
+    c: Tensor,
+    u: Tensor,
+    r: Callable[[tuple[int, ...]], Tensor],
+    s: Callable[[tuple[int, ...]], Tensor],
+    queries: Sequence[int],
+    grid: Sequence[int],
+    *,
+    stride: Sequence[int] | None = None,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """softmax of (a_q . c_k + a_q . r_d + u . c_k) / sqrt(k) + s_d with d = k - stride q, pair by pair.
+
+    a (b, h, m, k) and c (b, h, n, k) are the projected cells of the queries and of the keys, u (h, k); r(d) is (h, k)
+    and s(d) is (h,).
+    """
+    a, c, u = a.double(), c.double(), u.double()
+    stride = stride or [1] * len(grid)
+    places, cells_of_keys = cells(queries), cells(grid)
+
+    def score(q: tuple[int, ...], k: tuple[int, ...]) -> Tensor:
+        d = tuple(y - step * x for x, y, step in zip(q, k, stride, strict=True))
+        query, key = a[:, :, places.index(q)], c[:, :, cells_of_keys.index(k)]
+        content = (query * key).sum(-1) + (query * r(d).double()).sum(-1) + (u * key).sum(-1)
+        return content / math.sqrt(a.shape[-1]) + s(d).double()
+
+    return positional(queries, grid, score, None if key_mask is None else key_mask[:, None], causal)
+
+
 def border_cell(at: int, side: int, border: str) -> int | None:
     """The cell that position `at` of an axis of `side` cells reads; None where it reads zero."""
     if 0 <= at < side:
