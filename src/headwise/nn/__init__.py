@@ -6,6 +6,7 @@ from headwise.nn.drop_in import DropIn, masks_from_torch
 from headwise.nn.embeddings import PatchEmbedding, frame_embedding
 from headwise.nn.encoder import Encoder
 from headwise.nn.grid import GridAttention
+from headwise.nn.initialisation import impulse_, mimetic_
 from headwise.nn.kernel_attention import (
     ConvolutionGeometry,
     KernelAttention,
@@ -58,5 +59,7 @@ __all__ = [
     "SinusoidalEncoding",
     "frame_embedding",
     "head_slices",
+    "impulse_",
     "masks_from_torch",
+    "mimetic_",
 ]
