@@ -1,7 +1,7 @@
 """Attention layers for any operator: self- and cross-attention, learned-query pooling, grids, encoders."""
 
 from headwise.nn.attention_layer import AttentionLayer, Builder
-from headwise.nn.builders import LearnedBlocks, LearnedConvolution, LearnedProjection
+from headwise.nn.builders import LearnedBlocks, LearnedConvolution, LearnedProjection, LearnedSimilarity
 from headwise.nn.drop_in import DropIn, masks_from_torch
 from headwise.nn.embeddings import PatchEmbedding, frame_embedding
 from headwise.nn.encoder import Encoder
@@ -44,6 +44,7 @@ __all__ = [
     "LearnedEncoding",
     "LearnedProjection",
     "LearnedQuery",
+    "LearnedSimilarity",
     "LinformerAttention",
     "MapAttention",
     "MultiHead",

@@ -11,6 +11,7 @@ r_d = e_d W~_k meets the content of a query, s_d is added to its score.  `Relati
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -59,7 +60,7 @@ class QuadraticEncoding(PositionEncoding):
         return r, -away.square().sum(-1) / 2
 
 
-class _ProjectedEncoding(PositionEncoding):
+class _ProjectedEncoding(PositionEncoding, ABC):
     """r_d = e_d W~_k and s_d = v . r_d / sqrt(k) with e_d of `width` columns."""
 
     def __init__(self, heads: int, axes: int, key_width: int, channels: int, content: bool, width: int) -> None:
@@ -68,9 +69,9 @@ class _ProjectedEncoding(PositionEncoding):
         self.weight = nn.Parameter(torch.randn(heads, width, key_width) / math.sqrt(width))
         self.place = nn.Parameter(torch.randn(heads, key_width) / math.sqrt(key_width))
 
+    @abstractmethod
     def encodings(self, offsets: Tensor, reach: Sequence[int]) -> Tensor:
         """e_d (t, width)"""
-        raise NotImplementedError
 
     def terms(self, offsets: Tensor, reach: Sequence[int]) -> tuple[Tensor | None, Tensor | None]:
         r = self.encodings(offsets, reach) @ self.weight
