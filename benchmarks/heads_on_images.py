@@ -135,13 +135,14 @@ def picture(images: str, kind: str, runs: list[dict], file: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Circle
 
     figure, panels = pyplot.subplots(2, LAYERS, figsize=(3 * LAYERS, 6.4), sharex=True, sharey=True)
     for row, (epoch, words) in enumerate(((0, "before"), (-1, "after training"))):
         for layer, panel in enumerate(panels[row]):
             heads = runs[0]["history"][epoch][layer]
             for (y, x), width in zip(heads["centres"], heads["widths"], strict=True):
-                panel.add_patch(pyplot.Circle((x, y), width, alpha=0.25, color=f"C{layer}", linewidth=0))
+                panel.add_patch(Circle((x, y), width, alpha=0.25, color=f"C{layer}", linewidth=0))
                 panel.plot(x, y, ".", color=f"C{layer}")
             panel.plot(0, 0, "k+", markersize=10)
             panel.set(xlim=(-6, 6), ylim=(6, -6), aspect="equal", title=f"layer {layer + 1}, {words}")

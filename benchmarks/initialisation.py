@@ -76,11 +76,12 @@ def run(name: str, seed: int, data: tuple[Tensor, Tensor, Tensor, Tensor], optio
     chosen = torch.randperm(len(x), generator=generator)[: options.train]
     x, y = x[chosen], y[chosen]
     patch = 4 if x.shape[-1] == 28 else 2
+    side = x.shape[-1] // patch
     torch.manual_seed(seed)
     model = Classifier(patch)
     for layer in model.modules():
         if isinstance(layer, MultiHead):
-            STARTS[name](layer, (x.shape[-1] // patch,) * 2, torch.Generator().manual_seed(seed))
+            STARTS[name](layer, (side, side), torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     found = []

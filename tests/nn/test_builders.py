@@ -59,16 +59,17 @@ class Reach(nn.Module):
 def test_a_similarity_that_is_a_network() -> None:
     """Its parameters are the layer's, saved with it, and have the gradients of the formula."""
     torch.manual_seed(0)
-    layer, x = MultiHead(8, 2, build=LearnedSimilarity(Reach(2))).double(), torch.randn(3, 5, 8).double()
+    build, x = LearnedSimilarity(Reach(2)), torch.randn(3, 5, 8).double()
+    layer = MultiHead(8, 2, build=build).double()
     assert "build.f.reach" in dict(layer.named_parameters())
     assert "build.f.reach" in layer.state_dict()
     key_mask = torch.arange(5) < torch.tensor([[5], [3], [4]])
     out = layer(x, causal=True, key_mask=key_mask)
     q, k, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (layer.query, layer.key, layer.value))
-    f = layer.build.f(q, k) * torch.ones(5, 5).tril() * key_mask[:, None, None]
+    f = build.f(q, k) * torch.ones(5, 5).tril() * key_mask[:, None, None]
     expected = layer.out((f / f.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(out, expected)
-    found, wanted = (torch.autograd.grad(y.square().sum(), layer.build.f.reach)[0] for y in (out, expected))
+    found, wanted = (torch.autograd.grad(y.square().sum(), build.f.reach)[0] for y in (out, expected))
     torch.testing.assert_close(found, wanted)
     assert found.abs().min() > 0
     with pytest.raises(InputError, match=r"f must be an nn\.Module, but is a function; for a function use functools"):

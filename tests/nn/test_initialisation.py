@@ -48,8 +48,8 @@ def test_impulses_shift(grid: tuple[int, ...], width: int, key_width: int) -> No
 
 
 def test_narrow_heads_point_there_too() -> None:
-    """Positions of full rank and k far below it: the directions kept are random, not those of k single cells."""
-    p = torch.randn(30, 40, generator=torch.Generator().manual_seed(0))
+    """Positions of full rank, all alike, and k far below it: the directions kept are random, not those of k cells."""
+    p = 5 * torch.eye(30, 40)
     layer = MultiHead(40, 1, key_width=10)
     impulse_(layer, p, (30,), offsets=[(1,)], generator=torch.Generator().manual_seed(0))
     weights = layer.operator(p).dense()[0]

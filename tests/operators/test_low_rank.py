@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError, InputError, ShapeError
-from headwise.operators import low_rank, per_head, softmax, uniform, window
+from headwise.operators import low_rank, per_head, scale, shift, softmax, uniform, window
 from headwise.testing import references
 from tests.operators.properties import draw
 
@@ -28,6 +28,15 @@ def test_error_without_forming_p(m: int, n: int, causal: bool, sharpness: float)
     assert (1 - 1e-9) * smallest <= true <= approximation.error
     assert true < 1.01 * smallest
     assert approximation.error < 1.5 * true
+
+
+def test_error_where_the_spectrum_is_flat() -> None:
+    """Singular values from 1 to 0.5: the iteration has not found them, and the estimate counts what it has not seen."""
+    p = scale(shift((1000,), (0,)), torch.linspace(1, 0.5, 1000, dtype=torch.float64))
+    approximation = low_rank(p, 24)
+    true = spectral(p.dense() - approximation.dense())
+    assert true > approximation.leading.values[24] + 1e-3
+    assert true <= approximation.error <= 2 * true
 
 
 def test_error_of_small_operators_is_the_next_singular_value() -> None:

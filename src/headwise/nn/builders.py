@@ -156,7 +156,8 @@ class LearnedSimilarity(nn.Module):
                 f"LearnedSimilarity: f must be an nn.Module, but is {shown(f)}; for a function use "
                 "functools.partial(similarity, f=f)"
             )
-        self.f, self.normalise, self.pair_cost = f, normalise, pair_cost
+        self.f, self.pair_cost = f, pair_cost
+        self.normalise: Normalisation = normalise
 
     def forward(self, q: Tensor, k: Tensor, **masks: Any) -> AttentionOperator:
         return similarity(q, k, self.f, self.normalise, pair_cost=self.pair_cost, **masks)
