@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.convolution import convert, exact, soft, soft_separable
-from headwise.nn.relative_attention import QuadraticAttention
+from headwise.nn.kernel_attention import QuadraticAttention
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
 from headwise.theory.convolution import centres_stop_learning, encoding_costs

@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from headwise.convolution import ReceptiveFieldRecorder, convert, model_receptive_fields, soft
-from headwise.nn.relative_attention import ConvolutionGeometry, QuadraticAttention
+from headwise.nn.kernel_attention import ConvolutionGeometry, QuadraticAttention
 from headwise.operators.relative.quadratic import log_width
 
 WIDTH, CLASSES, BATCH = 16, 10, 64

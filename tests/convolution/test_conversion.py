@@ -13,7 +13,7 @@ from torch import nn
 
 from headwise.convolution import convert, exact, soft, soft_separable, to_convolution
 from headwise.errors import HeadwiseError, InputError, ShapeError, UnsupportedError
-from headwise.nn.relative_attention import QuadraticAttention, RelativeAttention, ShiftAttention
+from headwise.nn.kernel_attention import KernelAttention, QuadraticAttention, ShiftAttention
 from headwise.testing.contract import normal
 from headwise.testing.counting import count_multiply_adds
 
@@ -206,4 +206,4 @@ def test_frozen_weights_and_the_training_flag_are_kept() -> None:
     assert [new[0].weight.requires_grad, new[0].bias.requires_grad] == [False, True]
     assert new.training
     assert not new[3][0].training
-    assert isinstance(new[3][1], RelativeAttention)
+    assert isinstance(new[3][1], KernelAttention)

@@ -65,5 +65,5 @@ def test_content_heads_are_recorded_in_the_same_way() -> None:
 
 
 def test_other_layers_are_rejected() -> None:
-    with pytest.raises(InputError, match="Linear is not a RelativeAttention layer"):
+    with pytest.raises(InputError, match="Linear is not a KernelAttention layer"):
         layer_receptive_fields(nn.Linear(1, 1), (3, 3))

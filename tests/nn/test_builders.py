@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from headwise.errors import ShapeError, UnsupportedError
-from headwise.nn.builders import LearnedProjection
+from headwise.errors import InputError, ShapeError, UnsupportedError
+from headwise.nn.builders import LearnedProjection, LearnedSimilarity
 from headwise.nn.encoder import Encoder
+from headwise.nn.multihead import MultiHead
 from headwise.operators import projected
 
 
@@ -42,3 +43,34 @@ def test_projections_of_other_lengths() -> None:
 def test_ranks_beyond_the_length_are_rejected() -> None:
     with pytest.raises(ShapeError, match="rank must be between 1 and length = 4, but is 5"):
         LearnedProjection(projected, 4, 5)
+
+
+class Reach(nn.Module):
+    """1 / (reach_h^2 + |q - k|^2), one reach for each head."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.reach = nn.Parameter(torch.linspace(0.5, 2, heads))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return 1 / (self.reach[:, None, None].square() + torch.cdist(q, k).square())
+
+
+def test_a_similarity_that_is_a_network() -> None:
+    """Its parameters are the layer's, saved with it, and have the gradients of the formula."""
+    torch.manual_seed(0)
+    build, x = LearnedSimilarity(Reach(2)), torch.randn(3, 5, 8).double()
+    layer = MultiHead(8, 2, build=build).double()
+    assert "build.f.reach" in dict(layer.named_parameters())
+    assert "build.f.reach" in layer.state_dict()
+    key_mask = torch.arange(5) < torch.tensor([[5], [3], [4]])
+    out = layer(x, causal=True, key_mask=key_mask)
+    q, k, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (layer.query, layer.key, layer.value))
+    f = build.f(q, k) * torch.ones(5, 5).tril() * key_mask[:, None, None]
+    expected = layer.out((f / f.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out, expected)
+    found, wanted = (torch.autograd.grad(y.square().sum(), build.f.reach)[0] for y in (out, expected))
+    torch.testing.assert_close(found, wanted)
+    assert found.abs().min() > 0
+    with pytest.raises(InputError, match=r"f must be an nn\.Module, but is a function; for a function use functools"):
+        LearnedSimilarity(lambda q, k: q @ k.mT)  # type: ignore[arg-type]

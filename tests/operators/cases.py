@@ -5,6 +5,7 @@ A new operator needs one line in one of the case files; `test_contract` fails fo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,10 +19,12 @@ from headwise.operators import (
     embedded_gaussian,
     gaussian,
     kronecker,
+    low_rank,
     per_head,
     product,
     scale,
     shift,
+    similarity,
     softmax,
     transpose,
     uniform,
@@ -86,6 +89,52 @@ SIMILARITY = [
     same("gaussian, padding", gaussian, references.gaussian, CROSS, key_mask=PADDING),
     same("embedded gaussian", embedded_gaussian, references.embedded_gaussian, {**CROSS, **MAPS}),
     same("embedded gaussian, causal", embedded_gaussian, references.embedded_gaussian, {**CROSS, **MAPS}, causal=True),
+]
+
+
+def inverse_square(q: Tensor, k: Tensor) -> Tensor:
+    """1 / (1 + |q - k|^2) of all pairs: positive."""
+    return 1 / (1 + (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1))
+
+
+@dataclass
+class Weighted:
+    """sum_c w_c q_c k_c of all pairs: of either sign, with a parameter.  A class, because closures cannot be saved."""
+
+    w: Tensor
+
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q * self.w) @ k.mT
+
+
+def _similarity(name: str, normalise: str = "sum", inputs=CROSS, **masks) -> Case:
+    """f positive, by distance."""
+
+    def slow(q, k, theta=None, phi=None, **masks):
+        return references.similarity(
+            q, k, lambda q, k: 1 / (1 + ((q - k) ** 2).sum(-1)), normalise, theta, phi, **masks
+        )
+
+    return same(name, partial(similarity, f=inverse_square, normalise=normalise), slow, inputs, **masks)
+
+
+ANY_SIMILARITY = [
+    _similarity("similarity"),
+    _similarity("similarity, over n", "n"),
+    _similarity("similarity, embedded", inputs={**CROSS, **MAPS}),
+    _similarity("similarity, 2-D", inputs=FLAT),
+    _similarity("similarity, 5-D, broadcast", inputs=FIVE),
+    _similarity("similarity, causal", inputs=HEADS, causal=True),
+    _similarity("similarity, causal, fewer keys", inputs=TALL, causal=True),
+    _similarity("similarity, nothing to see", key_mask=NOTHING),
+    _similarity("similarity, mask, over n", "n", pair_mask=HOLES),
+    Case(  # over n, as sums of such f may vanish
+        "similarity, learned, over n",
+        lambda q, k, w: similarity(q, k, Weighted(w), "n"),
+        {**CROSS, "w": (4,)},
+        lambda q, k, w: references.similarity(q, k, lambda q, k: (q * w * k).sum(-1), "n"),
+    ),
+    _similarity("similarity, everything", pair_mask=HOLES, key_mask=PADDING, causal=True),
 ]
 
 _dot = partial(same, build=dot_product, twin=references.dot_product)
@@ -191,6 +240,23 @@ COMPOSED = [
             references.kronecker(references.softmax(q, k), references.shift((2,), (1,))), references.uniform(2, 1)
         ),
     ),
+    *(
+        Case(
+            f"low rank, {name}",
+            lambda q, k, r=r, masks=masks: low_rank(softmax(q, k, **masks), r),
+            inputs,
+            lambda q, k, r=r, masks=masks: references.low_rank(references.softmax(q, k, **masks), r),
+            skip={
+                "vmap": "a decomposition looks at the values of P",
+                "trace": "a decomposition is made once, outside of a graph",
+            },
+        )
+        for name, inputs, r, masks in (
+            ("more keys", CROSS, 2, {}),
+            ("fewer keys", TALL, 3, {"causal": True}),
+            ("all of it", HEADS, 6, {}),
+        )
+    ),
     Case(
         "per head",
         lambda q, k: per_head([softmax(q, k), uniform(5, 7), softmax(q, k, causal=True)]),
@@ -207,5 +273,5 @@ COMPOSED = [
 ]
 
 # the last variant of each operator, usually the one with everything at once, is compiled in the fast tier
-EXACT = [*SIMILARITY, *SOFTMAX, *DOT_PRODUCT, *CONCATENATION, *UNIFORM, *SHIFT, *TOEPLITZ, *COMPOSED]
+EXACT = [*SIMILARITY, *ANY_SIMILARITY, *SOFTMAX, *DOT_PRODUCT, *CONCATENATION, *UNIFORM, *SHIFT, *TOEPLITZ, *COMPOSED]
 CASES = [*EXACT, *OFFSET, *POSITIONAL, *SPARSE, *LINEAR]

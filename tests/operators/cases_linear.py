@@ -15,6 +15,7 @@ from headwise.operators import (
     projected,
     projected_blocks,
     window_low_rank,
+    window_low_rank_blocks,
 )
 from headwise.operators.linear.projections import convolution, count_sketch, dense, hadamard, identity, pooling
 from headwise.testing import Case, references
@@ -121,6 +122,48 @@ WINDOW_LOW_RANK = [
 ]
 
 
+LATER = torch.arange(9) >= torch.tensor([[0], [5]])  # the second sequence is padded at the start
+IN_BLOCKS = {**SELF, "e": (3, 2, 4), "f": (2, 4), "slot_bias": (3, 2)}
+
+
+def _causal_slots(name: str, width: int, **options) -> Case:
+    masks = {"key_mask": options.pop("key_mask")} if "key_mask" in options else {}
+
+    def slow(q, k, e, f, slot_bias, key_mask=None):
+        masks = {} if key_mask is None else {"key_mask": key_mask[:, None]}
+        return references.window_low_rank_blocks(q, k, width, e, f, slot_bias, **options, **masks)
+
+    return Case(
+        name,
+        lambda q, k, e, f, slot_bias, **masks: window_low_rank_blocks(
+            q, k, width, dense(e), dense(f), slot_bias, **options, **masks
+        ),
+        {**IN_BLOCKS, **masks},
+        slow,
+    )
+
+
+BLOCK_MEANS = references.projection("pooling", 20, size=10)
+WINDOW_LOW_RANK_BLOCKS = [
+    Case(
+        "window and slots of earlier blocks, means, bands",
+        lambda q, k: window_low_rank_blocks(q, k, 9, pooling(20, 10), leading=1),
+        LONG,
+        lambda q, k: references.window_low_rank_blocks(q, k, 9, BLOCK_MEANS, leading=1, mean=True),
+    ),
+    _causal_slots("window and slots of earlier blocks", 3),
+    _causal_slots("window and slots of earlier blocks, leading, itself only", 1, leading=2, scale=0.3),
+    _causal_slots("window and slots of earlier blocks, padding", 3, key_mask=PADDING, leading=1),
+    Case(
+        "window and slots of earlier blocks, means, padding at the start",
+        lambda q, k, key_mask: window_low_rank_blocks(q, k, 2, pooling(4, 2), key_mask=key_mask),
+        {**SELF, "key_mask": LATER},
+        lambda q, k, key_mask: references.window_low_rank_blocks(
+            q, k, 2, references.projection("pooling", 4, size=2), key_mask=key_mask[:, None], mean=True
+        ),
+    ),
+]
+
 LONGER_PADDING = torch.arange(11) < torch.tensor([[11], [6]])
 NEAR_FAR_INPUTS = {"q": (2, 3, 11, 4), "k": (2, 3, 11, 4), "a": (3, 2, 4), "b": (3, 2, 4), "c": (3, 2)}
 _near_far = partial(same, build=near_far, twin=references.near_far, inputs=NEAR_FAR_INPUTS)
@@ -149,5 +192,6 @@ LINEAR = [
     *in_blocks("factored blocks", factored_blocks, references.factored_blocks),
     *in_blocks("projected blocks", projected_blocks, references.projected_blocks),
     *WINDOW_LOW_RANK,
+    *WINDOW_LOW_RANK_BLOCKS,
     *NEAR_FAR,
 ]

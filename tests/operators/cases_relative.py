@@ -104,6 +104,35 @@ POSITIONAL = [
             ("three axes, keys masked", (2, 3, 2), {"centres": (3,), "log_widths": (3,)}, torch.arange(12) % 5 != 0),
         )
     ),
+    *(
+        Case(
+            f"quadratic, causal, {name}",
+            lambda centres, log_widths, grid=grid, **mask: quadratic(grid, centres, log_widths, causal=True, **mask),
+            {**inputs, **mask},
+            lambda centres, log_widths, grid=grid, **mask: references.quadratic(
+                grid, centres, log_widths, causal=True, **mask
+            ),
+        )
+        for name, grid, inputs, mask in (
+            ("one axis", (5,), {"centres": (2, 1), "log_widths": (2, 1)}, {}),
+            ("two axes", (2, 3), CENTRES, {}),
+            ("three axes", (2, 3, 2), {"centres": (2, 3), "log_widths": (1,)}, {}),
+            ("keys masked", (2, 3), CENTRES, {"key_mask": SOME_KEYS[:, None]}),
+            ("all keys masked", (2, 3), CENTRES, {"key_mask": NO_KEYS[:, None]}),
+            (
+                "three axes, keys masked",
+                (2, 3, 2),
+                {"centres": (3,), "log_widths": (3,)},
+                {"key_mask": torch.arange(12) % 5 != 0},
+            ),
+        )
+    ),
+    Case(
+        "tables, causal",
+        lambda rows, columns: tables((2, 3), [rows, columns], causal=True),
+        {"rows": (2, 3), "columns": (2, 5)},
+        lambda rows, columns: references.tables((2, 3), [rows, columns], causal=True),
+    ),
     Case(
         "tables",
         lambda rows, columns: tables((2, 3), [rows, columns]),

@@ -110,7 +110,10 @@ INSTEAD = {
         lambda q: factored_blocks(q, q, pooling(8, 2), causal=False),
         r"is always causal; for causal=False use factored",
     ),
-    "causal landmarks": (lambda q: nystrom(q, q, 2, causal=True), r"does not support causal; use projected_blocks"),
+    "causal landmarks": (
+        lambda q: nystrom(q, q, 2, causal=True),
+        r"does not support causal; use window_low_rank_blocks",
+    ),
 }
 
 

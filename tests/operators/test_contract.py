@@ -13,6 +13,7 @@ from headwise.operators.base import AttentionOperator
 from headwise.operators.concatenation import Concatenation
 from headwise.operators.dot_product import DotProduct
 from headwise.operators.relative.toeplitz import Toeplitz, ToeplitzSoftmax
+from headwise.operators.similarity import Similarity
 from headwise.operators.softmax import Softmax
 from headwise.testing import CHECKS, Case
 from headwise.testing.contract import check_compile, check_trace
@@ -62,7 +63,7 @@ IN_BLOCKS = [
     (case, check)
     for case in EXACT
     for check in ("values", "gradients", "broadcast", "strides", "cost")
-    if type(case.operator()) in (Softmax, DotProduct, Concatenation, Toeplitz, ToeplitzSoftmax)
+    if type(case.operator()) in (Softmax, DotProduct, Concatenation, Similarity, Toeplitz, ToeplitzSoftmax)
     and not (check == "cost" and type(case.operator()) is Softmax)
 ]
 

@@ -129,9 +129,9 @@ def test_cost_grows_with_the_sides_and_not_with_the_cells() -> None:
             r"key_mask has shape \(4,\), but there are n = 3 keys",
         ),
         (
-            lambda: quadratic((2, 3), torch.zeros(2), torch.zeros(1), causal=True),  # pyright: ignore[reportCallIssue]
+            lambda: quadratic((2, 3), torch.zeros(2), torch.zeros(1), pair_mask=torch.ones(6, 6) > 0),  # pyright: ignore[reportCallIssue]
             UnsupportedError,
-            "quadratic: does not support causal; use softmax with the scores as attn_bias",
+            "quadratic: does not support pair_mask; use softmax with the scores as attn_bias",
         ),
         (lambda: positional([torch.zeros(2, 3)], key_mask=torch.ones(3)), DtypeError, "key_mask must be boolean"),
         (

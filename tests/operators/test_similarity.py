@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwise.errors import DtypeError, HeadwiseError, NonFiniteError, ShapeError
+from headwise.errors import DtypeError, HeadwiseError, InputError, NonFiniteError, ShapeError, UnsupportedError
 from headwise.operators._kernels import limits
 from headwise.operators.claims import Claim
 from headwise.operators.concatenation import concatenation
 from headwise.operators.dot_product import dot_product
-from headwise.operators.similarity import attend, embedded_gaussian, gaussian
+from headwise.operators.similarity import attend, embedded_gaussian, gaussian, similarity
 from headwise.operators.softmax import Softmax
 from headwise.testing import assert_operator, references
+from tests.operators.cases import inverse_square
+from tests.operators.properties import Largest
 
 # the package has builders of these names
 T, F = True, False
@@ -172,6 +174,76 @@ def test_claims() -> None:
     assert concatenation(q, k, normal(8), causal=True).claims == {Claim.NONNEGATIVE, Claim.CAUSAL}
 
 
+def test_a_softmax_by_its_definition() -> None:
+    """f = exp(q . k): equation (1) of Ji & Xie as it stands is the softmax that `gaussian` computes."""
+    q, k, v = normal(2, 5, 4), normal(2, 7, 4, seed=1), normal(2, 7, 3)
+    same_value_and_gradients(
+        lambda q, k, v: similarity(q, k, lambda q, k: (q @ k.mT).exp())(v),
+        lambda q, k, v: references.gaussian(q, k) @ v,
+        *(q, k, v),
+    )
+    torch.testing.assert_close(similarity(q, k, lambda q, k: q @ k.mT, "n").dense(), references.dot_product(q, k))
+
+
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_parameters_of_a_module_f_have_gradients(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """f a small network of pairs of two widths; the blocks are computed again in the backward pass."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1), nn.Softplus()).double()
+
+    def f(q: Tensor, k: Tensor) -> Tensor:
+        pairs = torch.broadcast_tensors(q.unsqueeze(-2)[..., :1], k.unsqueeze(-3)[..., :1])[0].shape[:-1]
+        q, k = q.unsqueeze(-2).expand(*pairs, -1), k.unsqueeze(-3).expand(*pairs, -1)
+        return net(torch.cat([q, k], dim=-1)).squeeze(-1)
+
+    q, k, v = normal(8, 2), normal(6, 3, seed=1), normal(6, 3)
+    monkeypatch.setattr(limits, "SCORE_ENTRIES", 8 * 6 * 3 // blocks)
+    out = similarity(q, k, f, causal=True)(v)
+    p = references.similarity(q, k, lambda q, k: net(torch.cat([q, k], dim=-1)).squeeze(-1), causal=True)
+    torch.testing.assert_close(out, p @ v)
+    found, expected = (torch.autograd.grad(y.square().sum(), list(net.parameters())) for y in (out, p @ v))
+    assert all(x.abs().max() > 0 for x in found)
+    torch.testing.assert_close(found, expected)
+
+
+def test_claims_of_a_similarity_are_measured() -> None:
+    q, k = normal(5, 4), normal(5, 4, seed=1)
+    positive, signed, kinked = (
+        lambda q, k: 1 / (1 + torch.cdist(q, k)),
+        lambda q, k: q @ k.mT,
+        lambda q, k: (q @ k.mT).relu(),
+    )
+    assert similarity(q, k, positive).claims == {Claim.NONNEGATIVE, Claim.STOCHASTIC}
+    assert similarity(q, k, positive, causal=True).claims == {Claim.NONNEGATIVE, Claim.STOCHASTIC, Claim.CAUSAL}
+    assert similarity(q, k, positive, "n").claims == {Claim.NONNEGATIVE}
+    assert similarity(q, k, signed).claims == frozenset()
+    assert similarity(q, k, signed, causal=True).claims == {Claim.CAUSAL}
+    assert similarity(q, k, kinked, pair_mask=(q @ k.mT) < 0).claims == {Claim.NONNEGATIVE}  # rows of zeros
+    assert similarity(q, k, kinked, pair_mask=(q @ k.mT) < 0).dense().abs().max() == 0
+    only_positive = similarity(q, k, signed, pair_mask=(q @ k.mT) > 0)
+    assert Claim.NONNEGATIVE in only_positive.claims, "masked values of f are not looked at"
+
+
+def test_a_similarity_in_half_precision_and_under_autocast() -> None:
+    n = 3000  # the sum of the row is beyond float16
+    q, k, v = (torch.full((n, 1), x, dtype=torch.float16) for x in (1.0, 6.0, 4.0))
+    op = similarity(q[:3], k, lambda q, k: (q @ k.mT) * 8)
+    assert op(v).flatten().tolist() == [4.0] * 3
+    net = nn.Linear(1, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        build = similarity(q[:3].bfloat16(), k.bfloat16(), lambda q, k: net(q).exp() * k.mT)
+        assert build(v.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_similarity_of_any_length_holds_few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, entries = 256, 1 << 13
+    monkeypatch.setattr(limits, "SCORE_ENTRIES", entries)
+    q, k, v = (torch.randn(n, 8, requires_grad=True) for _ in range(3))
+    with Largest() as largest:
+        similarity(q, k, inverse_square)(v).sum().backward()
+    assert largest.elements <= entries
+
+
 def test_half_precision_does_not_overflow_between_the_products() -> None:
     """K^T V holds n k v = 800,000 here, which float16 (up to 65504) has no number for."""
     n = 50_000
@@ -239,6 +311,28 @@ def test_blocks_are_computed_again_in_the_backward_pass(monkeypatch: pytest.Monk
             lambda: dot_product(normal(5, 4), normal(7, 4), phi=lambda k: k[:3]),
             ShapeError,
             r"before has 7, after has",
+        ),
+        (lambda: similarity(normal(5, 4), normal(7, 4), "exp"), InputError, r"f must be a function .* is 'exp'"),
+        (lambda: similarity(normal(5, 4), normal(7, 4), torch.mul, "rows"), InputError, r"'sum' or 'n', but is 'rows'"),
+        (
+            lambda: similarity(normal(5, 4), normal(7, 4), lambda q, k: q[..., :1])(normal(7, 1)),
+            ShapeError,
+            r"Similarity: f of 5 queries and 7 keys must be \(\*batch, 5, 7\), but has shape \(5, 1\)",
+        ),
+        (
+            lambda: similarity(normal(5, 4), normal(7, 4), lambda q, k: q @ k.mT > 0)(normal(7, 1)),
+            DtypeError,
+            r"f\(q, k\) must be floating point, but is torch.bool",
+        ),
+        (
+            lambda: similarity(normal(5, 4), normal(7, 4), lambda q, k: (1e3 * q @ k.mT).exp())(normal(7, 1)),
+            NonFiniteError,
+            r"Similarity: f\(q, k\) has \d+ non-finite of 35 entries",
+        ),
+        (
+            lambda: similarity(normal(5, 4), normal(7, 4), torch.cdist, attn_bias=normal(5, 7)),
+            UnsupportedError,
+            r"similarity: does not support attn_bias; use an f that includes it",
         ),
         (lambda: concatenation(normal(5, 4), normal(7, 3), normal(8)), ShapeError, r"must be 7: q has width 4, k .* 3"),
         (lambda: concatenation(normal(5, 4), normal(7, 3), normal(7) / 0), NonFiniteError, r"w has 7 non-finite"),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from headwise.nn.relative_attention import ConvolutionGeometry, QuadraticAttention
+from headwise.nn.kernel_attention import ConvolutionGeometry, QuadraticAttention
 from headwise.operators.relative.quadratic import log_width
 from headwise.testing.contract import normal
 from headwise.theory.convolution import (

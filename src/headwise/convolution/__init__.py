@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.convolution.conversion import convert, exact, soft, soft_separable, to_convolution
+from headwise.convolution.conversion import convert, exact, soft, soft_separable, to_convolution, with_content
 from headwise.convolution.receptive_field_recorder import (
     ReceptiveFieldRecorder,
     layer_receptive_fields,
@@ -18,4 +18,5 @@ __all__ = [
     "soft",
     "soft_separable",
     "to_convolution",
+    "with_content",
 ]

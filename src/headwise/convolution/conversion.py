@@ -1,9 +1,10 @@
 """conv(X) = sum over kernel cells h of shift_h(X) W_h + b: a convolution as attention with one head per kernel cell.
 
 Theorem 1 of Cordonnier, Loukas & Jaggi 2020, for every kernel, stride, dilation, padding, border and grouping of
-`nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`.  Modes choose the heads: shifts (`exact`, equal to the convolution), or
-quadratic softmax heads with trainable centres (`soft(alpha)`, relative error about 20 exp(-alpha)).  The given module
-is not modified: `convert` returns a new module and a receipt.
+`nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`.  Modes choose the heads: shifts (`exact`, equal to the convolution), quadratic
+softmax heads with trainable centres (`soft(alpha)`, relative error about 20 exp(-alpha)), or the same with queries and
+keys of content that start at zero (`with_content(alpha)`).  The given module is not modified: `convert` returns a new
+module and a receipt.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from torch.nn.utils.parametrize import is_parametrized
 from headwise.cost import Cost
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.receipt import Left, Receipt, counted_cost, evaluate, largest_change, parameter_count
-from headwise.nn.relative_attention import (
+from headwise.nn.kernel_attention import (
     PAD_MODES,
     ConvolutionGeometry,
+    MapAttention,
     QuadraticAttention,
-    RelativeAttention,
     SeparableQuadraticAttention,
     ShiftAttention,
 )
+from headwise.nn.relative_attention import RelativeAttention
 from headwise.operators.relative.quadratic import log_width
 from headwise.operators.relative.shift import Border
 
@@ -41,7 +43,7 @@ WHY_NOT_TRANSPOSED = (
     "cells: its heads are columns of P, not rows, and no softmax over the keys equals it; upsample and convolve instead"
 )
 
-Mode = Callable[[ConvolutionGeometry, Tensor, Tensor | None], RelativeAttention]
+Mode = Callable[[ConvolutionGeometry, Tensor, Tensor | None], MapAttention]
 """`(geometry, weight, bias) -> layer` with the weight and bias of the convolution: `exact`, `soft(alpha)`, ..."""
 
 
@@ -73,6 +75,15 @@ def soft_separable(alpha: float) -> Mode:
     return lambda geometry, weight, bias: SeparableQuadraticAttention(geometry, weight, bias, alpha=alpha)
 
 
+def with_content(alpha: float, key_width: int = 16) -> Mode:
+    """Mode: a RelativeAttention that starts as `soft(alpha)`, with W_q = W_k = 0, and can learn to look at content.
+
+    b h m n scores are formed, where the other modes form none.
+    """
+    _check_alpha(alpha)
+    return partial(RelativeAttention.from_kernel, alpha=alpha, key_width=key_width)
+
+
 def convert(module: nn.Module, mode: Mode = exact, *, probe: Tensor | None = None) -> tuple[nn.Module, Receipt]:
     """A convolution, or a copy of a model with every convolution in it, as attention; and a receipt.
 
@@ -95,7 +106,7 @@ def to_convolution(module: nn.Module) -> nn.Module:
     """A copy with every ShiftAttention as a convolution again; the kernels are equal bit by bit."""
     if isinstance(module, ShiftAttention):
         return _convolution_from(module)
-    if isinstance(module, RelativeAttention):
+    if isinstance(module, MapAttention):
         raise UnsupportedError(
             f"to_convolution: the heads of {type(module).__name__} spread over several cells, which no kernel of the "
             "same size does; convert with mode=exact, or read its rounded centres"
@@ -136,7 +147,7 @@ def attention_from_kernel(
     mode: Mode,
     probe: Tensor,
     expected: Tensor,
-) -> tuple[RelativeAttention, Receipt]:
+) -> tuple[MapAttention, Receipt]:
     """The attention layer of one kernel and its receipt; `expected` is the convolution of the probe."""
     with torch.no_grad():
         layer = mode(geometry, weight.clone(), None if bias is None else bias.clone())
@@ -187,9 +198,7 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
-def _convert_layer(
-    name: str, module: Convolution, mode: Mode, probe: Tensor | None
-) -> tuple[RelativeAttention, Receipt]:
+def _convert_layer(name: str, module: Convolution, mode: Mode, probe: Tensor | None) -> tuple[MapAttention, Receipt]:
     geometry = geometry_of(module)
     probe = default_probe(geometry, module.weight) if probe is None else probe
     geometry.check_input(f"convert: {name}", probe, module.weight)

@@ -19,7 +19,7 @@ from headwise.convolution.conversion import WHY_NOT_TRANSPOSED, Mode, attention_
 from headwise.errors import InputError
 from headwise.models.gate import one_line
 from headwise.models.receipt import Left, Receipt, counted_cost, largest_change, parameter_count
-from headwise.nn.relative_attention import ConvolutionGeometry
+from headwise.nn.kernel_attention import ConvolutionGeometry
 
 aten = torch.ops.aten
 AXES: dict[Any, int] = {

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError, needs_extra
 from headwise.models.run import OwnHook, as_it_was
-from headwise.nn.relative_attention import RelativeAttention
+from headwise.nn.kernel_attention import KernelAttention
 from headwise.theory.receptive_fields import ReceptiveField, receptive_fields
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ FieldsByLayer = Mapping[str, Sequence[ReceptiveField]]
 
 
 def model_receptive_fields(model: nn.Module, sample: Tensor) -> dict[str, list[ReceptiveField]]:
-    """Receptive fields of every RelativeAttention layer by its name, at the map sizes that `sample` gives."""
-    names = {layer: name for name, layer in model.named_modules() if isinstance(layer, RelativeAttention)}
-    grids: dict[RelativeAttention, tuple[int, ...]] = {}
+    """Receptive fields of every KernelAttention layer by its name, at the map sizes that `sample` gives."""
+    names = {layer: name for name, layer in model.named_modules() if isinstance(layer, KernelAttention)}
+    grids: dict[KernelAttention, tuple[int, ...]] = {}
 
     def record_grid(layer: Any, inputs: tuple[Tensor, ...]) -> None:
         grids[layer] = tuple(inputs[0].shape[-layer.geometry.axes :])
@@ -51,10 +51,10 @@ def model_receptive_fields(model: nn.Module, sample: Tensor) -> dict[str, list[R
 
 
 def layer_receptive_fields(layer: nn.Module, grid: tuple[int, ...]) -> list[ReceptiveField]:
-    """Receptive fields of one RelativeAttention layer for the middle query of a map of this size."""
-    if not isinstance(layer, RelativeAttention):
+    """Receptive fields of one KernelAttention layer for the middle query of a map of this size."""
+    if not isinstance(layer, KernelAttention):
         raise InputError(
-            f"layer_receptive_fields: {type(layer).__name__} is not a RelativeAttention layer; pass its operator to "
+            f"layer_receptive_fields: {type(layer).__name__} is not a KernelAttention layer; pass its operator to "
             "headwise.theory.receptive_fields.receptive_fields"
         )
     geometry = layer.geometry

@@ -1,4 +1,6 @@
-"""Learned sequence projections E and F as builders: `MultiHead(width, heads, build=LearnedProjection(projected, ...))`.
+"""Builders with parameters: learned sequence projections E and F, and similarities that are networks.
+
+`MultiHead(width, heads, build=LearnedProjection(projected, ...))`, `build=LearnedSimilarity(network)`.
 
     one for all heads, or one per head        heads=None | h
     one for keys and values, or one each      shared=True | False
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.linear.projections import Projection, convolution, dense
+from headwise.operators.similarity import Normalisation, similarity
 from headwise.shapes import no_empty_axis, shown, truth_values, whole_numbers
 
 Fit = Literal["slice", "interpolate"]
@@ -128,3 +131,33 @@ class LearnedConvolution(nn.Module):
     def forward(self, q: Tensor, k: Tensor, **masks: object) -> AttentionOperator:
         no_empty_axis("LearnedConvolution", k=k)
         return self.operator(q, k, convolution(k.shape[-2], self.stride, self.weight), **masks)
+
+
+class LearnedSimilarity(nn.Module):
+    """similarity(q, k, f) with an nn.Module f, whose parameters become those of the layer.
+
+    >>> class Distance(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.reach = nn.Parameter(torch.ones(()))
+    ...     def forward(self, q, k):  # (..., m, k), (..., n, k) -> (..., m, n)
+    ...         return 1 / (self.reach.square() + torch.cdist(q, k).square())
+    >>> from headwise.nn import MultiHead
+    >>> layer = MultiHead(8, 2, build=LearnedSimilarity(Distance()))
+    >>> layer(torch.randn(1, 5, 8)).sum().backward()
+    >>> layer.build.f.reach.grad is not None
+    True
+    """
+
+    def __init__(self, f: nn.Module, normalise: Normalisation = "sum", *, pair_cost: int | None = None) -> None:
+        super().__init__()
+        if not isinstance(f, nn.Module):
+            raise InputError(
+                f"LearnedSimilarity: f must be an nn.Module, but is {shown(f)}; for a function use "
+                "functools.partial(similarity, f=f)"
+            )
+        self.f, self.pair_cost = f, pair_cost
+        self.normalise: Normalisation = normalise
+
+    def forward(self, q: Tensor, k: Tensor, **masks: Any) -> AttentionOperator:
+        return similarity(q, k, self.f, self.normalise, pair_cost=self.pair_cost, **masks)

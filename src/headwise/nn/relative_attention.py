@@ -1,369 +1,223 @@
-"""y = sum over heads h of P_h X W_h + b, P_h a function of relative position: attention layers that convolve.
+"""y = sum_h P_h X W_h + b, P_h = softmax(S_h): attention on maps by content and relative position, in 1-D to 3-D.
 
-P_h does not depend on X, so the value and output projections of a head multiply into one matrix W_h (out x in).  With
-one head per kernel cell this is Theorem 1 of Cordonnier, Loukas & Jaggi 2020.
+    S_qk = [ a_q . c_k + a_q . r_d + u . c_k ] / sqrt(k) + s_d,     a = X W_q,  c = X W_k,  r_d = e_d W~_k,  d = k - q
 
-    ShiftAttention                 P_h shifts to one kernel cell: equal to the convolution, and run as one
-    SeparableQuadraticAttention    P_h quadratic with centres on a grid K_1 x K_2 x ...; 1-D factors are shared
-    QuadraticAttention             P_h quadratic, each head with its own centre and widths
+The four terms of Dai et al. 2019: content with content, content of the query with the place of the key, content of the
+key for any query, and place alone.  `position_encodings` give r_d and s_d; absolute ones are added to X in a and c.
 
-All layers take and return channels-first maps (b, channels, *grid), like nn.Conv2d.
+Without content S_qk = s_d, which with quadratic encodings is the case of Cordonnier, Loukas & Jaggi 2020, whose sharp
+limit is a convolution; P is then a Kronecker product (`quadratic`) and no score is formed.  With content the scores of
+all pairs are, b h m n numbers.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import Any, Self, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.cost import Cost
-from headwise.errors import DtypeError, InputError, ShapeError
+from headwise.errors import InputError, ShapeError, UnsupportedError
+from headwise.nn.kernel_attention import ConvolutionGeometry, MapAttention
+from headwise.nn.position_encodings import Encoding, QuadraticEncoding
 from headwise.operators.base import AttentionOperator
-from headwise.operators.compose import per_head
-from headwise.operators.relative.positional import Positional
+from headwise.operators.relative.encodings import differences
 from headwise.operators.relative.quadratic import log_width, quadratic
-from headwise.operators.relative.shift import Border, shift
-from headwise.shapes import (
-    MOST,
-    are_tensors,
-    autocasting,
-    broadcasts_to,
-    same_kind,
-    shown,
-    whole_numbers,
-    whole_pairs,
-    whole_tuple,
-)
-
-PAD_MODES = {"zeros": "constant", "replicate": "replicate", "reflect": "reflect", "circular": "circular"}
-"""Border -> mode of `torch.nn.functional.pad`."""
+from headwise.operators.softmax import softmax
+from headwise.random_state import kept_random_state
+from headwise.shapes import are_tensors, shown, truth_values, whole_numbers
 
 
 @final
-@dataclass(frozen=True)
-class ConvolutionGeometry:
-    """Head h of query p attends to cell stride p + dilation h - padding; h runs over the kernel in row-major order.
+class RelativeAttention(MapAttention):
+    """`layer(x)` with x (b, width, *grid) -> (b, out_width, *grid), with one W_h (out_width x width) for each head.
 
-    The arguments are those of nn.Conv1d, nn.Conv2d and nn.Conv3d, with one entry per axis.
-    """
+    axes        of the maps, 1 to 3
+    encoding    `QuadraticEncoding`, `SinusoidalEncoding`, `partial(LearnedEncoding, grid=...)`, `AbsoluteEncoding`, ...
+    content     False leaves s_d alone: P depends on places only
+    key_width   k of every head
+    geometry    where queries and keys are; by default both at every cell of the map.  That of a convolution pads the
+                keys and strides the queries (`from_kernel`); a query has the content of the middle of its kernel.
 
-    in_channels: int
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]  # (before, after) along each axis
-    border: Border = "zeros"
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("kernel_size", "stride", "dilation"):
-            whole_tuple("ConvolutionGeometry", name, getattr(self, name), least=0)
-        whole_pairs("ConvolutionGeometry", "padding", self.padding, least=-MOST)
-        whole_numbers("ConvolutionGeometry", least=0, in_channels=self.in_channels, groups=self.groups)
-        sizes = {
-            "kernel_size": self.kernel_size,
-            "stride": self.stride,
-            "dilation": self.dilation,
-            "padding": self.padding,
-        }
-        if {len(value) for value in sizes.values()} not in ({1}, {2}, {3}):
-            raise InputError(f"ConvolutionGeometry: needs one to three axes and one entry per axis, but got {sizes}")
-        if min(*self.kernel_size, *self.stride, *self.dilation, self.groups, self.in_channels) < 1:
-            raise InputError(f"ConvolutionGeometry: sizes must be at least 1, but got {self}")
-        if min(itertools.chain(*self.padding)) < 0:
-            raise InputError(f"ConvolutionGeometry: padding must not be negative, but is {self.padding}")
-        if not isinstance(self.border, str) or self.border not in PAD_MODES:
-            raise InputError(f"ConvolutionGeometry: border must be one of {', '.join(PAD_MODES)}, not {self.border!r}")
-        if self.in_channels % self.groups:
-            raise InputError(
-                f"ConvolutionGeometry: {self.in_channels} channels do not divide into {self.groups} groups"
-            )
-
-    @classmethod
-    def from_torch(
-        cls,
-        in_channels: int,
-        kernel_size: Sequence[int],
-        stride: Sequence[int],
-        dilation: Sequence[int],
-        padding: str | Sequence[int],
-        border: Border = "zeros",
-        groups: int = 1,
-    ) -> ConvolutionGeometry:
-        """`padding` as torch has it: 'same' with an odd reach pads one cell more after the map than before it."""
-        reach = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
-        if padding == "same":
-            pairs = [(r // 2, r - r // 2) for r in reach]
-        else:
-            pairs = [(0, 0) for _ in reach] if isinstance(padding, str) else [(p, p) for p in padding]
-        return cls(in_channels, tuple(kernel_size), tuple(stride), tuple(dilation), tuple(pairs), border, groups)
-
-    @property
-    def axes(self) -> int:
-        return len(self.kernel_size)
-
-    @property
-    def heads(self) -> int:
-        return math.prod(self.kernel_size)
-
-    @property
-    def reach(self) -> tuple[int, ...]:
-        """Distance from the first kernel cell to the last, along each axis."""
-        return tuple(d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True))
-
-    @property
-    def pads_explicitly(self) -> bool:
-        """Whether `convolve` pads beforehand; torch's convolutions pad by equally many zeros on both sides only."""
-        return self.border != "zeros" or any(before != after for before, after in self.padding)
-
-    def padded_size(self, grid: Sequence[int]) -> tuple[int, ...]:
-        return tuple(g + before + after for g, (before, after) in zip(grid, self.padding, strict=True))
-
-    def output_size(self, grid: Sequence[int]) -> tuple[int, ...]:
-        sides = zip(self.padded_size(grid), self.reach, self.stride, strict=True)
-        return tuple((side - reach - 1) // s + 1 for side, reach, s in sides)
-
-    def pad(self, x: Tensor) -> Tensor:
-        """(b, channels, *grid) -> (b, channels, *padded_size(grid)), filled according to `border`."""
-        if not any(itertools.chain(*self.padding)):
-            return x
-        return F.pad(x, [side for pair in reversed(self.padding) for side in pair], mode=PAD_MODES[self.border])
-
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """torch's convolution of x (b, channels, *grid) with weight (out, in/groups, *kernel_size)."""
-        padding = [before for before, _ in self.padding]
-        if self.pads_explicitly:
-            x, padding = self.pad(x), [0] * self.axes
-        convolution = (F.conv1d, F.conv2d, F.conv3d)[self.axes - 1]
-        return convolution(x, weight, bias, self.stride, padding, self.dilation, self.groups)
-
-    def check_input(self, owner: str, x: Tensor, weight: Tensor) -> None:
-        """Raise ShapeError unless x is (b, channels, *grid) or (channels, *grid) and the kernel fits into the grid."""
-        axes = self.axes
-        are_tensors(owner, x=x)
-        if x.dim() not in (axes + 1, axes + 2):
-            raise ShapeError(
-                f"{owner}: x must be (batch, {self.in_channels}, {axes} grid axes) or the same without batch, but has "
-                f"shape {tuple(x.shape)}"
-            )
-        if x.shape[-1 - axes] != self.in_channels:
-            raise ShapeError(
-                f"{owner}: axis 'channels' must agree, but x has {x.shape[-1 - axes]}, the layer {self.in_channels}"
-            )
-        if x.dtype != weight.dtype and not autocasting(x.device):
-            raise DtypeError(f"{owner}: dtypes must agree, but x is {x.dtype}, the weights are {weight.dtype}")
-        grid = tuple(x.shape[-axes:])
-        if min(grid) < 1:
-            raise ShapeError(f"{owner}: x has an empty grid of size {grid}; every axis needs at least one cell")
-        if min(self.output_size(grid)) < 1:
-            raise ShapeError(
-                f"{owner}: a kernel that reaches over {tuple(r + 1 for r in self.reach)} cells does not fit into a map "
-                f"of {grid} padded to {self.padded_size(grid)}; use a larger map or more padding"
-            )
-        slack = {"reflect": -1, "circular": 0}.get(self.border)
-        for axis, (side, pair) in enumerate(zip(grid, self.padding, strict=True)):
-            if slack is not None and max(pair) > side + slack:
-                raise ShapeError(
-                    f"{owner}: {self.border} padding of {max(pair)} cells needs at least {max(pair) - slack} cells, "
-                    f"but grid axis {axis} has {side}"
-                )
-
-
-class RelativeAttention(nn.Module, ABC):
-    """Base of the three layers; `weight` is (out, in/groups, *kernel_size) as in nn.Conv2d, W_h its slice at cell h."""
-
-    def __init__(self, geometry: ConvolutionGeometry, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        owner = type(self).__name__
-        if not isinstance(geometry, ConvolutionGeometry):
-            raise InputError(f"{owner}: geometry must be a ConvolutionGeometry, but is {shown(geometry)}")
-        same_kind(owner, weight=weight, **({} if bias is None else {"bias": bias}))
-        inner, groups = geometry.in_channels // geometry.groups, geometry.groups
-        if tuple(weight.shape[1:]) != (inner, *geometry.kernel_size) or weight.shape[0] % groups:
-            raise ShapeError(
-                f"{type(self).__name__}: weight must be (out, in per group {inner}, kernel {geometry.kernel_size}) "
-                f"with out a multiple of {groups} groups, but has shape {tuple(weight.shape)}"
-            )
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ShapeError(
-                f"{type(self).__name__}: axis 'out' must agree, but weight has {weight.shape[0]}, bias has shape "
-                f"{tuple(bias.shape)}"
-            )
-        self.geometry = geometry
-        self.weight = nn.Parameter(weight)
-        self.bias = None if bias is None else nn.Parameter(bias)
-
-    @abstractmethod
-    def operator(self, grid: Sequence[int]) -> AttentionOperator:
-        """P (h, m, n) of all heads; the keys are the cells of the padded grid."""
-
-    @abstractmethod
-    def cost(self, grid: Sequence[int]) -> Cost:
-        """Cost of one map of this size."""
-
-    @property
-    def out_channels(self) -> int:
-        return self.weight.shape[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, channels, *grid) -> (b, out, *queries); the batch axis may be missing."""
-        self.geometry.check_input(type(self).__name__, x, self.weight)
-        return self._forward(x) if x.dim() == self.geometry.axes + 2 else self._forward(x.unsqueeze(0)).squeeze(0)
-
-    def sum_over_heads(self, x: Tensor) -> Tensor:
-        """sum_h P_h X W_h + b by applying `operator`; what `forward` computes, by a faster path where there is one."""
-        geometry, grid = self.geometry, x.shape[2:]
-        attended = self.operator(grid)(geometry.pad(x).flatten(2).mT.unsqueeze(1))  # (b, h, m, channels)
-        attended = attended.unflatten(-1, (geometry.groups, -1)).permute(0, 3, 4, 1, 2).flatten(2, 3)
-        y = self.weight.flatten(1).unflatten(0, (geometry.groups, -1)) @ attended  # (b, groups, out/groups, m)
-        return self._add_bias(y.reshape(x.shape[0], self.out_channels, *geometry.output_size(grid)))
-
-    def _forward(self, x: Tensor) -> Tensor:
-        return self.sum_over_heads(x)
-
-    def _add_bias(self, y: Tensor) -> Tensor:
-        # in place: y belongs to this layer, and no gradient needs its old value
-        return y if self.bias is None else y.add_(self.bias.reshape(-1, *(1,) * self.geometry.axes))
-
-    def extra_repr(self) -> str:
-        g = self.geometry
-        return (
-            f"{g.in_channels}, {self.out_channels}, kernel_size={g.kernel_size}, stride={g.stride}, "
-            f"dilation={g.dilation}, padding={g.padding}, border={g.border!r}, groups={g.groups}, "
-            f"bias={self.bias is not None}"
-        )
-
-
-class ShiftAttention(RelativeAttention):
-    """P_h v = v shifted to kernel cell h: the convolution itself, so torch's convolution computes it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor) or x.numel() == 0:
-            self.geometry.check_input(type(self).__name__, x, self.weight)
-        try:  # checking beforehand would take 5 % of the time of a small map
-            return self.geometry.convolve(x, self.weight, self.bias)
-        except RuntimeError:
-            self.geometry.check_input(type(self).__name__, x, self.weight)  # raises a clearer error
-            raise
-
-    def operator(self, grid: Sequence[int]) -> AttentionOperator:
-        g = self.geometry
-        padded, queries = g.padded_size(grid), g.output_size(grid)
-        cells = itertools.product(*([d * i for i in range(k)] for k, d in zip(g.kernel_size, g.dilation, strict=True)))
-        return per_head([shift(padded, cell, border="zeros", stride=g.stride, queries=queries) for cell in cells])
-
-    def cost(self, grid: Sequence[int]) -> Cost:
-        """Shifts are free: only the products with W_h count."""
-        g = self.geometry
-        padded = g.in_channels * math.prod(g.padded_size(grid)) if g.pads_explicitly else 0
-        return Cost(math.prod(g.output_size(grid)) * self.weight.numel(), padded)
-
-
-class SeparableQuadraticAttention(RelativeAttention):
-    """Quadratic heads whose centres are all combinations of K_a centres along axis a, each with its own width.
-
-    P_(i, j) = R_i (x) C_j, so sum_ij (R_i (x) C_j) X W_ij takes K column products, one channel product and K row
-    products, where separate heads take K^2 of each.
-    """
-
-    def __init__(self, geometry: ConvolutionGeometry, weight: Tensor, bias: Tensor | None, *, alpha: float) -> None:
-        super().__init__(geometry, weight, bias)
-        if isinstance(alpha, Tensor) and alpha.numel() != 1:
-            raise ShapeError(f"SeparableQuadraticAttention: alpha must be a number, but has shape {tuple(alpha.shape)}")
-        like = {"dtype": weight.dtype, "device": weight.device}
-        axes = list(zip(geometry.kernel_size, geometry.dilation, strict=True))
-        self.centres = nn.ParameterList(nn.Parameter(torch.arange(k, **like) * d) for k, d in axes)
-        self.log_widths = nn.ParameterList(
-            nn.Parameter(log_width(alpha).reshape(()).to(**like).expand(k).clone()) for k in geometry.kernel_size
-        )
-
-    def factors(self, grid: Sequence[int]) -> list[Tensor]:
-        """The 1-D attention matrices of every axis: (K_a, queries_a, padded_a)."""
-        g = self.geometry
-        sides = zip(self.centres, self.log_widths, g.padded_size(grid), g.output_size(grid), g.stride, strict=True)
-        heads = [
-            quadratic((side,), centres.unsqueeze(-1), widths.unsqueeze(-1), queries=(queries,), stride=(stride,))
-            for centres, widths, side, queries, stride in sides
-        ]
-        return [head.factors()[0].to(self.weight.dtype) for head in heads]
-
-    def _forward(self, x: Tensor) -> Tensor:
-        g, b = self.geometry, x.shape[0]
-        first, *others = self.factors(x.shape[2:])
-        x = g.pad(x).unflatten(1, (g.groups, 1, -1))  # (b, groups, kernel cells so far, in/groups, *padded)
-        for axis, p in reversed(list(enumerate(others, start=1))):
-            at = 4 + axis
-            y = x.movedim(at, -1) @ p.flatten(0, 1).mT  # all K_a attentions in one product
-            y = y.unflatten(-1, p.shape[:2]).movedim(-1, at).movedim(-1, 2)
-            x = y.flatten(2, 3)
-        outer, inner, k = self.out_channels // g.groups, g.in_channels // g.groups, g.kernel_size[0]
-        # rows (out/groups, K_1), columns (the other kernel cells, in/groups): the order of the last product
-        w = self.weight.reshape(g.groups, outer, inner, k, -1).permute(0, 1, 3, 4, 2)
-        sides = x.shape[4:]
-        y = w.reshape(g.groups, outer * k, -1) @ x.reshape(b, g.groups, -1, math.prod(sides))
-        y = y.reshape(b, self.out_channels, k * sides[0], -1)
-        rows = first.movedim(0, 1).flatten(1)  # (q_1, K_1 e_1)
-        return self._add_bias((rows @ y).reshape(b, self.out_channels, rows.shape[0], *sides[1:]))
-
-    def operator(self, grid: Sequence[int]) -> Positional:
-        g = self.geometry
-        centres = torch.cartesian_prod(*self.centres).reshape(g.heads, -1)
-        widths = torch.cartesian_prod(*self.log_widths).reshape(g.heads, -1)
-        return quadratic(g.padded_size(grid), centres, widths, queries=g.output_size(grid), stride=g.stride)
-
-    def cost(self, grid: Sequence[int]) -> Cost:
-        g, queries, sides = self.geometry, self.geometry.output_size(grid), list(self.geometry.padded_size(grid))
-        copies, work, widest = g.in_channels, 0, 0
-        for axis in reversed(range(1, len(sides))):
-            copies *= g.kernel_size[axis]
-            work += copies * math.prod(sides) * queries[axis]
-            sides[axis] = queries[axis]
-            widest = max(widest, copies * math.prod(sides))
-        mixed = self.out_channels * g.kernel_size[0] * math.prod(sides)
-        work += copies // g.groups * mixed + mixed * queries[0]
-        return Cost(work, max(widest, mixed), len(sides) + 1)
-
-
-class QuadraticAttention(RelativeAttention):
-    """Quadratic heads with a trainable centre and widths each (Cordonnier, Loukas & Jaggi 2020).
-
-    Centres are cells of the padded grid relative to the query, so kernel cell i of a convolution is at dilation i.
+    >>> layer = RelativeAttention(8, 4)
+    >>> layer(torch.randn(2, 8, 5, 6)).shape, layer.operator(torch.randn(2, 8, 5, 6)).shape
+    (torch.Size([2, 8, 5, 6]), torch.Size([2, 4, 30, 30]))
+    >>> RelativeAttention(8, 4, content=False).operator(torch.randn(2, 8, 5, 6)).shape  # the same for all inputs
+    torch.Size([4, 30, 30])
     """
 
     def __init__(
         self,
-        geometry: ConvolutionGeometry,
-        weight: Tensor,
-        bias: Tensor | None,
+        width: int,
+        heads: int,
         *,
-        centres: Tensor,
-        log_widths: Tensor,
+        axes: int = 2,
+        encoding: Encoding = QuadraticEncoding,
+        content: bool = True,
+        key_width: int = 16,
+        out_width: int | None = None,
+        bias: bool = True,
+        geometry: ConvolutionGeometry | None = None,
     ) -> None:
-        super().__init__(geometry, weight, bias)
-        same_kind("QuadraticAttention", weight=weight, centres=centres, log_widths=log_widths)
-        expected = (geometry.heads, geometry.axes)
-        if centres.shape != expected:
-            raise ShapeError(
-                f"QuadraticAttention: centres must be (heads {expected[0]}, axes {expected[1]}), but have shape "
-                f"{tuple(centres.shape)}"
-            )
-        broadcasts_to("QuadraticAttention", "log_widths", log_widths, expected)
-        self.centres = nn.Parameter(centres)
-        self.log_widths = nn.Parameter(log_widths.expand(expected).clone())
+        name = type(self).__name__
+        out_width = width if out_width is None else out_width
+        whole_numbers(name, width=width, heads=heads, key_width=key_width, out_width=out_width)
+        whole_numbers(name, most=3, axes=axes)
+        truth_values(name, content=content, bias=bias)
+        if not callable(encoding):
+            raise InputError(f"{name}: encoding must be a class such as QuadraticEncoding, but is {shown(encoding)}")
+        one = (1,) * axes
+        plain = ConvolutionGeometry(width, one, one, one, ((0, 0),) * axes)
+        geometry = plain if geometry is None else geometry
+        bound = 1 / math.sqrt(width // geometry.groups * heads)
+        weight = torch.empty(out_width, width // geometry.groups, heads).uniform_(-bound, bound)
+        super().__init__(geometry, weight, torch.zeros(out_width) if bias else None, (heads,))
+        self.heads, self.key_width, self.content, self._plain = heads, key_width, content, geometry == plain
+        self.encoding = encoding(heads, axes, key_width, width, content)
+        self.query = nn.Linear(width, heads * key_width, bias=False) if content else None
+        self.key = nn.Linear(width, heads * key_width, bias=False) if content else None
+        self.u = nn.Parameter(0.1 * torch.randn(heads, key_width)) if content else None
 
-    def operator(self, grid: Sequence[int]) -> Positional:
+    @classmethod
+    def from_kernel(
+        cls, geometry: ConvolutionGeometry, weight: Tensor, bias: Tensor | None, *, alpha: float, key_width: int = 16
+    ) -> Self:
+        """A layer that starts as a convolution: quadratic heads at the kernel cells, of sharpness alpha, W_q = W_k = 0.
+
+        u and W~_k are not zero, so that W_q and W_k have gradients and the heads can learn to look at content.
+        """
+        with kept_random_state():  # the caller asked for a conversion, not for random numbers
+            layer = cls(
+                geometry.in_channels,
+                geometry.heads,
+                axes=geometry.axes,
+                key_width=key_width,
+                out_width=weight.shape[0],
+                bias=bias is not None,
+                geometry=geometry,
+            ).to(weight)
+        sides = zip(geometry.kernel_size, geometry.dilation, strict=True)
+        centres = torch.cartesian_prod(*(torch.arange(k, dtype=torch.float64) * d for k, d in sides))
+        with torch.no_grad():
+            layer.weight.copy_(weight.flatten(2))
+            if layer.bias is not None and bias is not None:
+                layer.bias.copy_(bias)
+            for projection in (layer.query, layer.key):
+                if projection is not None:
+                    projection.weight.zero_()
+            places = layer.encoding
+            assert isinstance(places, QuadraticEncoding)
+            places.centres.copy_(centres.reshape(geometry.heads, -1))
+            places.log_widths.copy_(log_width(alpha).expand_as(places.log_widths))
+        return layer
+
+    def attention_on(self, x: Tensor) -> AttentionOperator:
+        return self.operator(x)
+
+    def operator(self, x: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> AttentionOperator:
+        """P (b, h, m, n), without content (h, m, n); cells are numbered in row-major order, those of the keys padded.
+
+        causal     a cell attends to itself and to those before it
+        key_mask   boolean (b, *grid), True = attend.  Both need the default geometry.
+        """
         g = self.geometry
-        return quadratic(
-            g.padded_size(grid), self.centres, self.log_widths, queries=g.output_size(grid), stride=g.stride
-        )
+        g.check_input("RelativeAttention", x, self.weight)
+        x = x if x.dim() == g.axes + 2 else x.unsqueeze(0)
+        grid = tuple(x.shape[2:])
+        padded, queries, masks = g.padded_size(grid), g.output_size(grid), self._masks(x, causal, key_mask)
+        if not self.content and isinstance(self.encoding, QuadraticEncoding):
+            where = {} if self._plain else {"queries": queries, "stride": g.stride}
+            return quadratic(padded, self.encoding.centres, self.encoding.log_widths, **where, **masks)
+        offsets, index = (y.to(x.device) for y in differences(padded, queries, g.stride))
+        reach = [max(side - 1, s * (q - 1)) for side, s, q in zip(padded, g.stride, queries, strict=True)]
+        r, s = self.encoding.terms(offsets, reach)
+        if self.query is None or self.key is None or self.u is None:
+            if s is None:
+                raise InputError(f"RelativeAttention: without content, {type(self.encoding).__name__} needs an s_d")
+            batch = () if key_mask is None else (x.shape[0],)
+            q, k = (s.new_zeros(*batch, self.heads, cells, 1) for cells in index.shape)
+            return softmax(q, k, attn_bias=s[:, index], **masks)
+        rows = g.pad(x).flatten(2).mT  # (b, n, channels)
+        shared = self.encoding.shared(padded, rows)
+        rows = rows if shared is None else rows + shared
+        c = self._split(self.key(rows))
+        a = self._split(self.query(rows[:, self._query_cells(padded, queries, x.device)]))
+        by_difference = None  # (b, h, m, t)
+        if r is not None:
+            by_difference = a @ r.mT.to(a.dtype) / math.sqrt(self.key_width)
+        if s is not None:
+            s = s.unsqueeze(-2).to(a.dtype)
+            by_difference = s.expand(*s.shape[:-2], a.shape[-2], -1) if by_difference is None else by_difference + s
+        bias = None
+        if by_difference is not None:
+            bias = by_difference.gather(-1, index.expand(*by_difference.shape[:-2], *index.shape))
+        return softmax(a + self.u.unsqueeze(-2).to(a.dtype), c, attn_bias=bias, **masks)
+
+    def forward(self, x: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+        """(b, width, *grid) -> (b, out_width, *queries); the batch axis may be missing.  Masks as in `operator`."""
+        operator = self.operator(x, causal=causal, key_mask=key_mask)
+        if x.dim() == self.geometry.axes + 2:
+            return self._weighted(operator, x)
+        return self._weighted(operator, x.unsqueeze(0)).squeeze(0)
 
     def cost(self, grid: Sequence[int]) -> Cost:
+        """Of one map: projections, encodings, scores, weighted sums, and the products with W_h."""
+        g, h, k = self.geometry, self.heads, self.key_width
+        padded, queries = g.padded_size(grid), g.output_size(grid)
+        m, n = math.prod(queries), math.prod(padded)
+        mixing = Cost(m * self.weight.numel())
+        if not self.content:
+            like = self.weight.new_zeros(1, g.in_channels, *grid)
+            return self.operator(like).cost(g.in_channels) + self._encoding_cost(padded, queries) + mixing
+        scores = Cost((m + n) * g.in_channels * h * k + 2 * h * m * n * max(k, g.in_channels), h * m * n)
+        return scores + self._encoding_cost(padded, queries) + mixing
+
+    def _encoding_cost(self, padded: Sequence[int], queries: Sequence[int]) -> Cost:
+        """r_d = e_d W~_k, s_d = v . r_d and a . r_d, for all t differences d."""
+        weight = getattr(self.encoding, "weight", None)
+        if weight is None:
+            return Cost(0)
+        g, h, k = self.geometry, self.heads, self.key_width
+        t = math.prod([side + s * (q - 1) for side, s, q in zip(padded, g.stride, queries, strict=True)])
+        work = t * weight.shape[-2] * h * k + (0 if isinstance(self.encoding, QuadraticEncoding) else t * h * k)
+        return Cost(work + (h * math.prod(queries) * t * k if self.content else 0), h * t * k)
+
+    def _split(self, y: Tensor) -> Tensor:
+        """(b, n, h k) -> (b, h, n, k)"""
+        return y.unflatten(-1, (self.heads, self.key_width)).transpose(-3, -2)
+
+    def _query_cells(self, padded: Sequence[int], queries: Sequence[int], device: torch.device) -> Tensor | slice:
+        """The cell of the padded map whose content a query has: the middle of its kernel."""
         g = self.geometry
-        return self.operator(grid).cost(g.in_channels) + Cost(math.prod(g.output_size(grid)) * self.weight.numel())
+        if self._plain:
+            return slice(None)
+        index = torch.zeros((), dtype=torch.int64, device=device)
+        for side, q, stride, reach in zip(padded, queries, g.stride, g.reach, strict=True):
+            index = index.unsqueeze(-1) * side + torch.arange(q, device=device) * stride + reach // 2
+        return index.flatten()
+
+    def _masks(self, x: Tensor, causal: bool, key_mask: Tensor | None) -> dict[str, Any]:
+        truth_values("RelativeAttention", causal=causal)
+        if not causal and key_mask is None:
+            return {}
+        if not self._plain:
+            raise UnsupportedError(
+                "RelativeAttention: masks need queries and keys at the cells of the map, but this layer has the "
+                "kernel, padding or stride of a convolution; make one without geometry"
+            )
+        masks: dict[str, Any] = {"causal": True} if causal else {}
+        if key_mask is not None:
+            are_tensors("RelativeAttention", key_mask=key_mask)
+            expected = (x.shape[0], *x.shape[2:])
+            if tuple(key_mask.shape) != expected:
+                raise ShapeError(
+                    f"RelativeAttention: key_mask has shape {tuple(key_mask.shape)}, but x has (b, *grid) = {expected}"
+                )
+            masks["key_mask"] = key_mask.flatten(1).unsqueeze(1)
+        return masks
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, heads={self.heads}, key_width={self.key_width}, content={self.content}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.nn.relative_attention import ConvolutionGeometry, ShiftAttention
+from headwise.nn.kernel_attention import ConvolutionGeometry, ShiftAttention
 from headwise.operators.relative.quadratic import log_width, quadratic
 from headwise.theory.verdict import Verdict
 

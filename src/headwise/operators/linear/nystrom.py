@@ -4,6 +4,11 @@ Nystromformer, Xiong et al. 2021 (arXiv:2102.03902).  Z comes from six steps of 
 pseudo-inverse, Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4 (Razavi et al. 2014), as in the paper: products only,
 so it has gradients where an SVD has none.  O(n r (k + d) + r^3).  Entries of P may be negative, and rows sum to one
 only as far as the iteration has converged: nothing is claimed.
+
+There is no causal form.  P has rank r; a causal P in which every query gives itself some weight is a triangle with a
+nonzero diagonal and has rank n, so for r < n some query would have to ignore itself.  Causality needs a part of full
+rank beside the landmarks: `window_low_rank_blocks` and `projected_blocks` have near keys exactly, and the means of
+earlier blocks, which are these landmark keys, as slots.
 """
 
 from __future__ import annotations
@@ -95,7 +100,7 @@ class Nystrom(QueryKeyOperator):
         return z
 
 
-@supports(KEY_MASK, instead={CAUSAL: "projected_blocks, efficient or window"})
+@supports(KEY_MASK, instead={CAUSAL: "window_low_rank_blocks or projected_blocks, with means as slots, or efficient"})
 def nystrom(
     q: Tensor,
     k: Tensor,
@@ -107,7 +112,7 @@ def nystrom(
 ) -> Nystrom:
     """Attention through about `landmarks` means of ceil(n / landmarks) consecutive positions each.
 
-    There is no causal form: a landmark is a mean over positions, and Z mixes all landmarks.
+    There is no causal form: a P of rank r < n cannot be a triangle with a nonzero diagonal, whose rank is n.
     `key_mask` (*batch, n), True = attend (and, with as many queries as keys, real queries): means are over real
     positions, empty landmarks are left out.  Real rows equal those of a shorter sequence with segments of the same
     length, that is with proportionally fewer landmarks.

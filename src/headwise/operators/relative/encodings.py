@@ -60,23 +60,27 @@ def cells(grid: Sequence[int]) -> Tensor:
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(axes))
 
 
-def differences(grid: Sequence[int], queries: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """All differences d = k - q, (t, D), and the index of the difference of each pair, (m, n).
+def differences(
+    grid: Sequence[int], queries: Sequence[int] | None = None, stride: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """All differences d = k - stride q, (t, D), and the index of the difference of each pair, (m, n).
 
-    t = prod(g_a + q_a - 1) is far fewer than m n, so encodings are projected once per difference.
+    t = prod(g_a + stride_a (q_a - 1)) is far fewer than m n, so encodings are projected once per difference.
     """
     grid = whole_tuple("differences", "grid", grid, least=0)
     queries = grid if queries is None else whole_tuple("differences", "queries", queries, least=0)
-    same_axis("differences", "dimension", grid=len(grid), queries=len(queries))
+    stride = (1,) * len(grid) if stride is None else whole_tuple("differences", "stride", stride)
+    same_axis("differences", "dimension", grid=len(grid), queries=len(queries), stride=len(stride))
     if not grid or min(*grid, *queries) < 1:
         raise ShapeError(
             f"differences: grid {tuple(grid)} and queries {queries} need at least one cell along each axis"
         )
-    spans = [g + q - 1 for g, q in zip(grid, queries, strict=True)]
-    least = torch.tensor([q - 1 for q in queries])
+    before = [s * (q - 1) for q, s in zip(queries, stride, strict=True)]
+    spans = [g + b for g, b in zip(grid, before, strict=True)]
+    least = torch.tensor(before)
     index = torch.zeros(1, 1, dtype=torch.int64)
     for a, span in enumerate(spans):
-        along = cells(grid)[None, :, a] - cells(queries)[:, None, a] + least[a]
+        along = cells(grid)[None, :, a] - stride[a] * cells(queries)[:, None, a] + least[a]
         index = index * span + along
     return cells(spans) - least, index
 

@@ -7,6 +7,14 @@ small softmax per axis, borders and normalisation included: O(N (g_1 + g_2)) whe
 A key mask breaks the product but not the chain rule P(k_1, k_2 | q) = P(k_1 | q_1, q_2) P(k_2 | k_1, q_2), which has
 the same cost.  It is computed in logarithms: for a query whose only visible key is far away, numerator and denominator
 would both underflow to zero.
+
+Causal in row-major order, a key comes before the query if its first coordinate that differs is smaller.  The axis a of
+that coordinate splits the sum into D parts, each of them a chain again: k_b = q_b on earlier axes, k_a < q_a (on the
+last axis k_a <= q_a), and any k_b on later ones.  With Z_a(q) their sums,
+
+    P v = sum_a (Z_a / sum_b Z_b) P_a v,     P_a(k | q) = [k_b = q_b, b < a] P(k_a | k_a < q_a, ...) P(k_(a+1) | ...) ..
+
+The products along later axes are those of the full P, so all parts together cost twice as much as the full P.
 """
 
 from __future__ import annotations
@@ -20,10 +28,10 @@ import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.errors import InputError, ShapeError
+from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import KEY_MASK, Mask, supports
+from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
 from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind, shown
 
 
@@ -35,6 +43,7 @@ class Positional(AttentionOperator):
     scores: tuple[Tensor, ...]  # axis a: (*batch, q_a, g_a), in float32 at least
     key_mask: Tensor | None  # (*batch, *grid), True = attend
     dtype: torch.dtype
+    causal: bool = False  # query q attends to cells up to q; queries and keys share one grid
 
     @property
     def shape(self) -> torch.Size:
@@ -47,30 +56,41 @@ class Positional(AttentionOperator):
 
     @property
     def claims(self) -> frozenset[Claim]:
-        empty = self.key_mask is not None and not bool(self.key_mask.flatten(-len(self.scores)).any(-1).all())
-        return weights_claim(stochastic=not empty)
+        if self.key_mask is None:
+            return weights_claim(stochastic=True, causal=self.causal)
+        keys = self.key_mask.flatten(-len(self.scores))
+        # the first query has only the first key
+        some = keys[..., 0] if self.causal else keys.any(-1)
+        return weights_claim(stochastic=bool(some.all()), causal=self.causal)
 
     def factors(self) -> tuple[Tensor, ...]:
-        """The factors P_a (*batch, q_a, g_a); P is their Kronecker product if no key is masked."""
+        """The factors P_a (*batch, q_a, g_a); P is their Kronecker product if no key is masked and P is not causal."""
         return tuple(torch.softmax(s, dim=-1) for s in self.scores)
 
     def apply(self, v: Tensor) -> Tensor:
         if self.key_mask is not None:
             v = v.masked_fill(~self.key_mask.flatten(-len(self.scores)).unsqueeze(-1), 0)
+        if self.causal:
+            return self._causal_apply(v)
         return self._axis_by_axis(v, [s.shape[-1] for s in self.scores], adjoint=False)
 
     def adjoint(self, u: Tensor) -> Tensor:
+        if self.causal:
+            return self._causal_adjoint(u)
         return self._axis_by_axis(u, [s.shape[-2] for s in self.scores], adjoint=True)
 
     def cost(self, d: int) -> Cost:
-        """N g_a multiply-adds per column along axis a, last axis first; with a mask each row of cells has its P_a."""
+        """N g_a multiply-adds per column along axis a, last axis first; with a mask each row of cells has its P_a.
+
+        Causal: a second product along every axis but the first.
+        """
         copies, total, widest = math.prod(self._batch()), 0, 0
         for axis, s in enumerate(self.scores):
             keys = math.prod([t.shape[-1] for t in self.scores[:axis]])
             queries = math.prod([t.shape[-2] for t in self.scores[axis + 1 :]])
-            total += keys * queries * s.shape[-2] * s.shape[-1]
+            total += keys * queries * s.shape[-2] * s.shape[-1] * (2 if self.causal and axis else 1)
             widest = max(widest, keys * max(s.shape[-2:]) * queries * d)
-            if self.key_mask is not None:
+            if self.key_mask is not None or self.causal:
                 widest = max(widest, keys * queries * s.shape[-2] * s.shape[-1])
         return Cost(copies * total * d, copies * widest, len(self.scores))
 
@@ -101,29 +121,98 @@ class Positional(AttentionOperator):
 
     def _conditionals(self) -> list[Tensor]:
         """P(k_a | k_1 .. k_(a-1), q_a .. q_D) for every axis a: (*batch, k_<a, q_>a, q_a, k_a)."""
-        assert self.key_mask is not None
-        count = len(self.scores)
-        visible, log_mass = self.key_mask, self.scores[0].new_zeros(self.key_mask.shape)  # (*batch, k_<=a, q_>a)
-        weights: list[Tensor] = []
+        return [_softmax(s, visible) for s, visible in self._conditional_scores()]
+
+    def _conditional_scores(self) -> list[tuple[Tensor, Tensor]]:
+        """log of what the conditionals are proportional to, and True where there are visible keys, for every axis."""
+        grid = [s.shape[-1] for s in self.scores]
+        visible = (
+            torch.ones(grid, dtype=torch.bool, device=self.like.device) if self.key_mask is None else self.key_mask
+        )
+        count, log_mass = len(self.scores), self.scores[0].new_zeros(visible.shape)  # (*batch, k_<=a, q_>a)
+        found: list[tuple[Tensor, Tensor]] = []
         for axis in reversed(range(count)):
             at = axis - count  # of k_a, from the end
             visible, log_mass = visible.movedim(at, -1).unsqueeze(-2), log_mass.movedim(at, -1).unsqueeze(-2)
             s = self.scores[axis]
             s = s.reshape(*s.shape[:-2], *(1,) * (count - 1), *s.shape[-2:]) + log_mass
-            none = ~visible.any(-1, keepdim=True)
-            # rows without keys get finite scores first: softmax over only -inf has a NaN gradient
-            s = torch.where(none, 0.0, torch.where(visible, s, -math.inf))
-            weights.insert(0, torch.softmax(s, dim=-1).masked_fill(none, 0.0))
-            log_mass = torch.logsumexp(s, dim=-1).movedim(-1, at)
-            visible = ~none.squeeze(-1).expand(*none.shape[:-2], s.shape[-2]).movedim(-1, at)
-        return weights
+            found.insert(0, (s, visible))
+            log_mass = _log_sum(s, visible).movedim(-1, at)
+            visible = visible.any(-1).expand(*visible.shape[:-2], s.shape[-2]).movedim(-1, at)
+        return found
+
+    def _causal_parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """P(k_a | k_a < q_a, ..), (*batch, q_<a, q_>a, q_a, k_a), and Z_a / sum_b Z_b, (*batch, n, 1), by axis.
+
+        They come from the conditional scores at k_<a = q_<a, as queries and keys share one grid.
+        """
+        count, parts, masses, before = len(self.scores), [], [], self.scores[0].new_zeros(())
+        batch = self._batch()
+        for axis, (s, visible) in enumerate(self._conditional_scores()):
+            g = s.shape[-1]
+            earlier = torch.ones(g, g, dtype=torch.bool, device=s.device).tril(0 if axis == count - 1 else -1)
+            visible = visible & earlier
+            parts.append(_softmax(s, visible))
+            mass = _log_sum(s, visible).masked_fill(~visible.any(-1), -math.inf).movedim(-1, axis - count)
+            masses.append((mass + before).expand(*batch, *self._sides()).flatten(-count))
+            itself = self.scores[axis].diagonal(dim1=-2, dim2=-1)
+            before = before + itself.reshape(*itself.shape[:-1], *(1,) * axis, g, *(1,) * (count - 1 - axis))
+        mass = torch.stack(masses, dim=-1)
+        shares = _softmax(mass.masked_fill(mass == -math.inf, 0), mass > -math.inf)
+        return parts, list(shares.unsqueeze(-2).unbind(-1))
+
+    def _sides(self) -> list[int]:
+        return [s.shape[-1] for s in self.scores]
+
+    def _causal_apply(self, v: Tensor) -> Tensor:
+        batch, d = torch.broadcast_shapes(self._batch(), v.shape[:-2]), v.shape[-1]
+        weights, (parts, shares) = self._conditionals(), self._causal_parts()
+        x, out = v.expand(*batch, *v.shape[-2:]).unflatten(-2, self._sides()), v.new_zeros(())
+        for axis in reversed(range(len(self.scores))):
+            at = len(batch) + axis
+            part = (parts[axis].to(self.dtype) @ x.movedim(at, -2)).movedim(-2, at)
+            out = out + shares[axis].to(self.dtype) * part.reshape(*batch, -1, d)
+            if axis:
+                x = (weights[axis].to(self.dtype) @ x.movedim(at, -2)).movedim(-2, at)
+        return out
+
+    def _causal_adjoint(self, u: Tensor) -> Tensor:
+        batch, d = torch.broadcast_shapes(self._batch(), u.shape[:-2]), u.shape[-1]
+        weights, (parts, shares) = self._conditionals(), self._causal_parts()
+        x = u.new_zeros(())
+        for axis in range(len(self.scores)):
+            at = len(batch) + axis
+            if axis:
+                x = (weights[axis].mT.to(self.dtype) @ x.movedim(at, -2)).movedim(-2, at)
+            share = (shares[axis].to(self.dtype) * u).expand(*batch, *u.shape[-2:]).unflatten(-2, self._sides())
+            x = x + (parts[axis].mT.to(self.dtype) @ share.movedim(at, -2)).movedim(-2, at)
+        return x.reshape(*batch, -1, d)
 
 
-@supports(KEY_MASK, instead="softmax with the scores as attn_bias")
+def _softmax(s: Tensor, visible: Tensor) -> Tensor:
+    """softmax over the visible entries of the last axis; zero where there are none."""
+    none = ~visible.any(-1, keepdim=True)
+    # rows without keys get finite scores first: softmax over only -inf has a NaN gradient
+    return torch.softmax(torch.where(none, 0.0, torch.where(visible, s, -math.inf)), dim=-1).masked_fill(none, 0.0)
+
+
+def _log_sum(s: Tensor, visible: Tensor) -> Tensor:
+    """log of the sum of exp over the visible entries of the last axis; finite where there are none."""
+    none = ~visible.any(-1, keepdim=True)
+    return torch.logsumexp(torch.where(none, 0.0, torch.where(visible, s, -math.inf)), dim=-1)
+
+
+@supports(CAUSAL, KEY_MASK, instead="softmax with the scores as attn_bias")
 def positional(
-    scores: Sequence[Tensor], *, key_mask: Tensor | None = None, dtype: torch.dtype | None = None
+    scores: Sequence[Tensor],
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Positional:
     """P from one score matrix (*batch, q_a, g_a) per axis; `key_mask` (*batch, n), True = attend.
+
+    causal  a query attends to itself and to cells before it in row-major order; queries and keys share one grid
 
     `dtype` is that of the values, by default that of the scores; the softmax runs in at least float32.
 
@@ -141,6 +230,12 @@ def positional(
     all_finite("Positional", **named)
     batch = broadcast_batch("Positional", **{name: s.shape[:-2] for name, s in named.items()})
     grid = [s.shape[-1] for s in scores]
+    queries = [s.shape[-2] for s in scores]
+    if causal and grid != queries:
+        raise UnsupportedError(
+            f"Positional: causal needs queries and keys on one grid, but queries have {queries} and keys {grid} cells "
+            "along the axes; use softmax with the scores as attn_bias and a pair_mask"
+        )
     if key_mask is not None:
         m, n = math.prod([s.shape[-2] for s in scores]), math.prod(grid)
         Mask.checked("Positional", m, n, key_mask=key_mask, device=scores[0].device)
@@ -149,4 +244,4 @@ def positional(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"Positional: dtype must be a floating-point dtype, but is {shown(dtype)}")
     compute = torch.promote_types(scores[0].dtype, torch.float32)  # a softmax of half-precision scores loses places
-    return Positional(tuple(s.to(compute) for s in scores), key_mask, dtype or scores[0].dtype)
+    return Positional(tuple(s.to(compute) for s in scores), key_mask, dtype or scores[0].dtype, causal)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwise.errors import InputError, ShapeError
+from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.operators.compose import Product
-from headwise.operators.masks import KEY_MASK, supports
+from headwise.operators.masks import CAUSAL, KEY_MASK, supports
 from headwise.operators.relative.encodings import cells
 from headwise.operators.relative.positional import Positional, positional
 from headwise.operators.relative.shift import Border, shift
@@ -34,9 +34,10 @@ from headwise.shapes import (
 )
 
 _supports_key_mask = supports(KEY_MASK, instead="softmax with the scores as attn_bias")
+_supports_causal = supports(CAUSAL, KEY_MASK, instead="softmax with the scores as attn_bias")
 
 
-@_supports_key_mask
+@_supports_causal
 def quadratic(
     grid: Sequence[int],
     centres: Tensor,
@@ -45,6 +46,7 @@ def quadratic(
     queries: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
     origin: Sequence[int] | None = None,
+    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Positional:
     """P_qk ~ exp(-sum_a (k_a - p_a - centre_a)^2 / (2 width_a^2)), p = stride q + origin the cell of query q.
@@ -52,6 +54,7 @@ def quadratic(
     centres     (*batch, D) in cells; heads are a batch axis
     log_widths  broadcasts to (*batch, D); the logarithm can be trained without constraint.  `log_width(alpha)` converts
                 the sharpness alpha = 1 / (2 width^2) of the paper.
+    causal      attend to cells up to the query's own in row-major order; without `queries`, `stride` and `origin`
     key_mask    (*batch, n), True = attend
 
     >>> P = quadratic((3, 3), torch.tensor([0.0, 1.0]), log_width(alpha=30.0))
@@ -70,10 +73,11 @@ def quadratic(
         -sharp[..., a, None, None] * (delta.to(compute) - at[..., a, None, None]).square()
         for a, delta in enumerate(deltas)
     ]
-    return positional(scores, key_mask=key_mask, dtype=centres.dtype)
+    _one_grid("quadratic", causal, queries, stride, origin)
+    return positional(scores, causal=causal, key_mask=key_mask, dtype=centres.dtype)
 
 
-@_supports_key_mask
+@_supports_causal
 def tables(
     grid: Sequence[int],
     values: Sequence[Tensor],
@@ -81,12 +85,13 @@ def tables(
     queries: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
     origin: Sequence[int] | None = None,
+    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Positional:
     """P_qk ~ exp(sum_a table_a[k_a - p_a]): a learned score for every distance along every axis.
 
     `values[a]` is (*batch, t_a), from the most negative distance to the most positive: t_a = 2 g_a - 1 when queries and
-    keys share one grid.
+    keys share one grid.  The masks are those of `quadratic`.
     """
     if isinstance(values, (str, bytes, Tensor)) or not isinstance(values, Sequence):
         raise InputError(f"tables: values must be a sequence of one tensor for each axis, but is {shown(values)}")
@@ -103,7 +108,8 @@ def tables(
                 f"but has shape {tuple(table.shape)}"
             )
         scores.append(table[..., delta - least])
-    return positional(scores, key_mask=key_mask)
+    _one_grid("tables", causal, queries, stride, origin)
+    return positional(scores, causal=causal, key_mask=key_mask)
 
 
 @_supports_key_mask
@@ -176,6 +182,15 @@ def log_width(alpha: Tensor | float) -> Tensor:
         raise InputError(f"log_width: alpha must be a positive number, but is {shown(alpha)}")
     alpha = torch.as_tensor(alpha)
     return -(2 * (alpha if alpha.dtype.is_floating_point else alpha.float())).log() / 2
+
+
+def _one_grid(owner: str, causal: bool, *other: Sequence[int] | None) -> None:
+    """Causality compares the cell of a query with that of a key, so query q has to be at cell q."""
+    if causal and any(part is not None for part in other):
+        raise UnsupportedError(
+            f"{owner}: causal needs queries at the cells of the keys, without queries, stride and origin; use softmax "
+            "with the scores as attn_bias and a pair_mask"
+        )
 
 
 def _deltas(

@@ -71,7 +71,7 @@ def window(
             f"but n has {qk.n}; use softmax with a pair_mask"
         )
     pattern = window_pattern(width, leading, causal)
-    pieces = partial(_pieces, qk.m, qk.n, pattern.left, pattern.right, leading, causal, q.device)
+    pieces = partial(window_pieces, qk.m, qk.n, pattern.left, pattern.right, leading, causal, q.device)
     return Window(Union.of(qk, pieces, pattern, causal), width, leading, causal)
 
 
@@ -81,9 +81,10 @@ def window_pattern(width: int, leading: int, causal: bool) -> KeyPattern:
     return KeyPattern(before, width - 1 - before, leading)
 
 
-def _pieces(
+def window_pieces(
     m: int, n: int, before: int, after: int, leading: int, causal: bool, device: torch.device
 ) -> tuple[Piece, ...]:
+    """Every query against `before` keys before it, itself, `after` keys after it, and the first `leading`."""
     ahead = n - m
     global_queries = 0 if causal else max(0, leading - ahead)  # leading positions as queries: they attend to everything
 

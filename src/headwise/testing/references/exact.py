@@ -126,6 +126,25 @@ def concatenation(
     return _averaged(matrix(q.shape[-2], k.shape[-2], entry), **masks)
 
 
+def similarity(
+    q: Tensor,
+    k: Tensor,
+    f: Callable[[Tensor, Tensor], Tensor],
+    normalise: str = "sum",
+    theta: Tensor | None = None,
+    phi: Tensor | None = None,
+    **masks: object,
+) -> Tensor:
+    """P_ij = f(q_i, k_j) / C_i pair by pair; here f takes two vectors (*batch, k) and returns (*batch,)."""
+    q, k = _mapped(q, theta), _mapped(k, phi)
+    values = matrix(q.shape[-2], k.shape[-2], lambda i, j: f(q[..., i, :], k[..., j, :]))
+    if normalise == "n":
+        return _averaged(values, **masks)
+    values = torch.where(visible(*values.shape[-2:], **masks), values, torch.zeros_like(values))  # type: ignore[arg-type]
+    total = values.sum(-1, keepdim=True)
+    return values / total.masked_fill(total == 0, 1.0)
+
+
 def uniform(m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
     """P_ij = 1 / number of keys that query i attends to; a row without keys is zero."""
     allowed = visible(m, n, causal=causal, key_mask=key_mask)
@@ -154,6 +173,12 @@ def total(*parts: Tensor) -> Tensor:
 def transposed(a: Tensor) -> Tensor:
     """(A^T)_ij = A_ji"""
     return matrix(a.shape[-1], a.shape[-2], lambda i, j: a[..., j, i])
+
+
+def low_rank(p: Tensor, r: int) -> Tensor:
+    """sum over the r leading i of sigma_i u_i v_i^T, from a full decomposition; a constant."""
+    u, values, vt = torch.linalg.svd(p.detach().double())
+    return sum(values[..., i, None, None] * u[..., :, i, None] * vt[..., i, None, :] for i in range(r))  # type: ignore
 
 
 def entropy(p: Tensor) -> Tensor:

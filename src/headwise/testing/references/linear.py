@@ -218,6 +218,44 @@ def window_low_rank(
     return torch.stack(rows, dim=-2)
 
 
+def window_low_rank_blocks(
+    q: Tensor,
+    k: Tensor,
+    width: int,
+    e: Tensor,
+    f: Tensor | None = None,
+    slot_bias: Tensor | None = None,
+    *,
+    leading: int = 0,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    mean: bool = False,
+) -> Tensor:
+    """Row i: keys i - width < j <= i and j < leading, beside the slots of blocks before its own, one normaliser."""
+    q, k = q.double(), k.double()
+    n, (r, b) = k.shape[-2], e.shape[-2:]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    there = torch.ones(n, dtype=torch.bool) if key_mask is None else key_mask
+    f = e if f is None else f
+    big_e, big_f, filled = _masked_pair(block_matrix(e, n), block_matrix(f, n), there, mean)
+    slots = big_e @ (k * there.unsqueeze(-1))
+    offset = torch.zeros(r, dtype=torch.float64) if slot_bias is None else slot_bias.double()
+    rows = []
+    for i in range(n):
+        allowed = torch.tensor([i - width < j <= i or (j < leading and j <= i) for j in range(n)]) & there
+        keys = (scale * (q[..., i, None, :] * k).sum(-1)).exp() * allowed
+        past = i // b
+        far = (
+            scale * (q[..., i, None, :] * slots[..., : past * r, :]).sum(-1)
+            + offset.repeat(*[1] * (offset.dim() - 1), past)
+        ).exp()
+        far = far * filled[..., : past * r]
+        row = keys + (far.unsqueeze(-1) * big_f[..., : past * r, :]).sum(-2)
+        total = keys.sum(-1, keepdim=True) + far.sum(-1, keepdim=True)
+        rows.append(row / total.masked_fill(total == 0, 1))
+    return torch.stack(torch.broadcast_tensors(*rows), dim=-2)
+
+
 def near_far(
     q: Tensor,
     k: Tensor,

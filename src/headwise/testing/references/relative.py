@@ -72,12 +72,17 @@ def positional(
     grid: Sequence[int],
     score: Callable[[tuple[int, ...], tuple[int, ...]], Tensor],
     key_mask: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
-    """P_qk = exp s(q, k) / sum over the visible k' of a grid; a row without a visible key is zero."""
+    """P_qk = exp s(q, k) / sum over the visible k' of a grid; a row without a visible key is zero.
+
+    Causal: k comes before q, or is q, in the order of the cells; both grids are one.
+    """
     rows = [torch.broadcast_tensors(*(score(q, k).double() for k in cells(grid))) for q in cells(queries)]
     s = torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
-    visible = torch.ones(s.shape[-1], dtype=torch.bool) if key_mask is None else key_mask
-    return normalised(s, visible.unsqueeze(-2))
+    seen = torch.ones(s.shape[-1], dtype=torch.bool) if key_mask is None else key_mask
+    order = torch.tensor([[not causal or k <= q for k in cells(grid)] for q in cells(queries)])
+    return normalised(s, seen.unsqueeze(-2) & order)
 
 
 def quadratic(
@@ -89,6 +94,7 @@ def quadratic(
     stride: Sequence[int] | None = None,
     origin: Sequence[int] | None = None,
     key_mask: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """exp(-sum_a (k_a - stride_a q_a - origin_a - centre_a)^2 / (2 width_a^2)), normalised over all cells at once."""
     stride = stride or [1] * len(grid)
@@ -102,10 +108,12 @@ def quadratic(
             total = total - away**2 / (2 * widths[..., a] ** 2)
         return total
 
-    return positional(queries or grid, grid, score, key_mask)
+    return positional(queries or grid, grid, score, key_mask, causal)
 
 
-def tables(grid: Sequence[int], values: Sequence[Tensor], key_mask: Tensor | None = None) -> Tensor:
+def tables(
+    grid: Sequence[int], values: Sequence[Tensor], key_mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """exp(sum_a table_a[k_a - q_a + g_a - 1]), normalised; queries and keys on one grid."""
 
     def score(q: tuple[int, ...], k: tuple[int, ...]) -> Tensor:
@@ -114,7 +122,38 @@ def tables(grid: Sequence[int], values: Sequence[Tensor], key_mask: Tensor | Non
             total = total + values[a].double()[..., k[a] - q[a] + g - 1]
         return total
 
-    return positional(grid, grid, score, key_mask)
+    return positional(grid, grid, score, key_mask, causal)
+
+
+def four_terms(
+    a: Tensor,
+    c: Tensor,
+    u: Tensor,
+    r: Callable[[tuple[int, ...]], Tensor],
+    s: Callable[[tuple[int, ...]], Tensor],
+    queries: Sequence[int],
+    grid: Sequence[int],
+    *,
+    stride: Sequence[int] | None = None,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """softmax of (a_q . c_k + a_q . r_d + u . c_k) / sqrt(k) + s_d with d = k - stride q, pair by pair.
+
+    a (b, h, m, k) and c (b, h, n, k) are the projected cells of the queries and of the keys, u (h, k); r(d) is (h, k)
+    and s(d) is (h,).
+    """
+    a, c, u = a.double(), c.double(), u.double()
+    stride = stride or [1] * len(grid)
+    places, cells_of_keys = cells(queries), cells(grid)
+
+    def score(q: tuple[int, ...], k: tuple[int, ...]) -> Tensor:
+        d = tuple(y - step * x for x, y, step in zip(q, k, stride, strict=True))
+        query, key = a[:, :, places.index(q)], c[:, :, cells_of_keys.index(k)]
+        content = (query * key).sum(-1) + (query * r(d).double()).sum(-1) + (u * key).sum(-1)
+        return content / math.sqrt(a.shape[-1]) + s(d).double()
+
+    return positional(queries, grid, score, None if key_mask is None else key_mask[:, None], causal)
 
 
 def border_cell(at: int, side: int, border: str) -> int | None:
