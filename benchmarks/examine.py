@@ -259,7 +259,8 @@ def main() -> None:
     if options.length:
         for n in options.length:
             print(
-                f"n = {n}: forward + streaming measures take {long_text(n, 2):.2f} × forward (processor time)",
+                f"n = {n}, one text, best of 2 rounds, kernels {os.environ.get('HEADWISE_KERNELS', 'as usual')}: "
+                f"forward + streaming measures take {long_text(n, 2):.2f} × forward (processor time)",
                 flush=True,
             )
         return

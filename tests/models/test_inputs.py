@@ -13,10 +13,19 @@ import torch
 import headwise
 from headwise.cli.main import main
 from headwise.errors import InputError
-from headwise.models.inputs import declared_length, max_positions, random_tokens, text_input
+from headwise.models.inputs import (
+    FRAME_WORDS,
+    IMAGE_WORDS,
+    declared_length,
+    in_words,
+    max_positions,
+    random_tokens,
+    text_input,
+)
 from headwise.models.load import LoadedModel, load_model
 from headwise.models.media.images import image_input
 from headwise.models.media.recordings import audio_input
+from tests.models.saved_models import save, save_images
 from tests.models.tiny_models import ALL
 
 transformers = pytest.importorskip("transformers")
@@ -244,3 +253,20 @@ def test_nothing_is_given_to_numpy_that_numpy_cannot_hold() -> None:
     }
     # samples that were just read; bytes of pictures of calls that were brought to the CPU
     assert uses <= {"models/media/recordings.py", "examination/report/excerpt.py"}
+
+
+def test_a_directory_without_a_processor_is_said_to_have_none(tmp_path: Path) -> None:
+    model = save("vit", tmp_path)
+    (model / "preprocessor_config.json").unlink()
+    with pytest.raises(
+        InputError, match=r"vit has no image processor \(no preprocessor_config.json or processor_config"
+    ):
+        image_input(load_model(str(model)), save_images(tmp_path / "images", 1), limit=1)
+
+
+def test_sentences_in_the_words_of_other_inputs() -> None:
+    assert in_words("the token 2 positions before on 2 of 3 texts", FRAME_WORDS) == (
+        "the frame 2 positions before on 2 of 3 recordings"
+    )
+    assert in_words("tokens of text_model", IMAGE_WORDS) == "patches of text_model"
+    assert in_words("one token", {}) == "one token"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from headwise.errors import InputError
-from headwise.models import load_model, max_positions
+from headwise.models import gate, load_model, max_positions
 from headwise.models.inputs import random_tokens
 from headwise.models.load import Trust, save_preprocessor
 from tests.models.tiny_models import ALL
@@ -265,3 +266,12 @@ def test_a_model_without_values() -> None:
 
 def bert_without_values() -> torch.nn.Module:
     return bert().to("meta")
+
+
+def test_the_bar_of_the_gguf_reader_is_hidden_and_comes_back(capsys: pytest.CaptureFixture) -> None:
+    reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    before = reader.tqdm
+    with gate.quiet():
+        assert list(reader.tqdm([1, 2], desc="tensors")) == [1, 2]
+    assert capsys.readouterr().err == ""
+    assert reader.tqdm is before

@@ -62,6 +62,12 @@ def test_a_batch_that_a_model_does_not_take_gets_a_sentence(name: str) -> None:
         run_model(bert()[0], batch)
 
 
+def test_an_assertion_of_the_model_is_about_the_batch() -> None:
+    """torch's own layers check the width of their input by an assertion."""
+    with pytest.raises(InputError, match=r"does not run on the batch input \(2, 3, 7\) float32: AssertionError"):
+        run_model(torch.nn.TransformerEncoderLayer(8, 2), torch.randn(2, 3, 7))
+
+
 @pytest.mark.parametrize("texts", [1, 2])
 def test_a_text_that_is_all_masked_is_named(texts: int) -> None:
     model, batch = bert()

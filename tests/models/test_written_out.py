@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from headwise.examination.measure.observe import observe
 from headwise.models import intercept
 from headwise.models.intercept import AttentionCall
-from headwise.models.provenance.written_out import _values
+from headwise.models.provenance.written_out import _values, mask_of_scores
 from headwise.models.unseen import unseen_attention
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.softmax import Softmax
@@ -114,14 +115,33 @@ def test_a_router_is_no_attention() -> None:
 
 def test_orders_of_axes() -> None:
     v = torch.randn(9, 2, 4, 5)
-    found = _values("bhij,jbhd->bihd", v)
+    found = _values("bhij,jbhd->bihd", 4, v)
     assert found is not None
     assert torch.equal(found, v.permute(1, 2, 0, 3))
-    shared = _values("b h i j, b j d -> b h i d", torch.randn(2, 9, 5))
+    shared = _values("b h i j, b j d -> b h i d", 4, torch.randn(2, 9, 5))
     assert shared is not None
     assert shared.shape == (2, 1, 9, 5)
-    assert _values("bij,jk->bijk", torch.randn(9, 5)) is None  # nothing is summed
-    assert _values("...ij,...jd->...id", torch.randn(2, 9, 5)) is None
+    windows = _values("...hij,...jhd->...ihd", 5, v := torch.randn(2, 3, 9, 4, 5))
+    assert windows is not None
+    assert torch.equal(windows, v.transpose(2, 3))
+    fewer = _values("...ij,...jd->...id", 4, torch.randn(3, 9, 5))  # an ellipsis stands for the last axes of the batch
+    assert fewer is not None
+    assert fewer.shape == (1, 3, 9, 5)
+    assert _values("bij,jk->bijk", 3, torch.randn(9, 5)) is None  # nothing is summed
+
+
+def test_scores_that_are_large_by_themselves_are_not_masked() -> None:
+    """A mask of -1e4 or less is one only beside scores of ordinary size."""
+    visible, hidden = torch.tensor([[3.0, -2.0]]), torch.tensor([[3.0, -1e4]])
+    assert mask_of_scores(visible[None, None]).visible is None
+    found = mask_of_scores(hidden[None, None]).visible
+    assert found is not None
+    assert found.flatten().tolist() == [True, False]
+    for large in ([[7e5, -7e5]], [[-9e4, -8e4]]):
+        assert mask_of_scores(torch.tensor(large)[None, None]).visible is None
+    both = mask_of_scores(torch.tensor([[[[7e5, -7e5, -math.inf]]]])).visible
+    assert both is not None
+    assert both.flatten().tolist() == [True, True, False]
 
 
 def mpnet() -> tuple[nn.Module, dict[str, Tensor]]:

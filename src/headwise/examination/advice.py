@@ -196,9 +196,9 @@ def _duplicates(x: Examination) -> Advice | None:
     shown = [f"{head_name(x, x.records[i])} and {x.records[j].head} ({cosine:.2f})" for cosine, i, j in pairs]
     records = [x.records[i] for i in heads]
     text = (
-        f"{_count(len(pairs), 'pair')} of heads of one layer attend to the same tokens, with a cosine of at least "
-        f"{DUPLICATE_COSINE} between their attention weights: {_listed(shown)}. One attention matrix could serve both; "
-        "their values may still differ."
+        f"{_count(len(pairs), 'pair')} of heads of one layer attend to the same {_words(x)['units']}, with a cosine of "
+        f"at least {DUPLICATE_COSINE} between their attention weights: {_listed(shown)}. One attention matrix could "
+        "serve both; their values may still differ."
     )
     return _piece("duplicate heads", text, records)
 
@@ -213,13 +213,16 @@ def _is_telling(record: Record, site: Mapping[str, Any]) -> bool:
 def _collapse(x: Examination) -> Advice | None:
     """The first layer after which the tokens are nearly equal."""
     residuals, names = x.layers.get("relative_residual", []), x.layers.get("names", [])
-    low = [i for i, residual in enumerate(residuals) if i > 0 and residual < COLLAPSED]
-    if not low or len(names) != len(residuals):
+    if len(names) != len(residuals):
+        return None
+    after = [i for i, name in enumerate(names) if not name.endswith(" in")]  # not what a list of blocks is given
+    low = [i for i in after if i > 0 and residuals[i] < COLLAPSED]
+    if not low or x.inputs["longest"] < 2:  # a single token is equal to itself
         return None
     first = low[0]
     records = [record for record in x.records if x.sites[record.site].get("block") == names[first]]
     text = (
-        f"After {names[first]} the tokens are nearly equal: the relative residual falls from "
+        f"After {names[first]} the {_words(x)['units']} are nearly equal: the relative residual falls from "
         f"{residuals[first - 1]:.2f} to {residuals[first]:.2f}, and is {residuals[-1]:.2f} after the last layer "
         f"(mean over {x.inputs['texts']} {_words(x)['items']}; below {COLLAPSED} in {_count(len(low), 'layer')})."
     )
@@ -227,7 +230,8 @@ def _collapse(x: Examination) -> Advice | None:
 
 
 def _nothing(x: Examination) -> Advice:
-    checked = ["large scores", "idle heads", "cheap operators", "duplicate heads", "tokens that become equal"]
+    equal = f"{_words(x)['units']} that become equal"
+    checked = ["large scores", "idle heads", "cheap operators", "duplicate heads", equal]
     text = f"Nothing stands out on these {_words(x)['items']} of {_length(x)}. Looked for: {', '.join(checked)}."
     return _piece("nothing stands out", text, [])
 
@@ -280,7 +284,11 @@ def _words(x: Examination) -> dict[str, str]:
 
 def _length(x: Examination) -> str:
     low, high = x.inputs["shortest"], x.inputs["longest"]
-    return f"{high} {_words(x)['units']}" if low == high else f"{low} to {high} {_words(x)['units']}"
+    return (
+        f"{high} {_words(x)['unit' if high == 1 else 'units']}"
+        if low == high
+        else f"{low} to {high} {_words(x)['units']}"
+    )
 
 
 def _command(x: Examination, verb: str, *options: str) -> str | None:

@@ -38,7 +38,7 @@ from headwise.examination.measure.head_kinds import (
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.observe import Measurement
 from headwise.examination.record import Examination, Mode, Record, statistic
-from headwise.models.inputs import TEXT_WORDS
+from headwise.models.inputs import TEXT_WORDS, in_words
 
 
 def summarise(
@@ -73,6 +73,7 @@ def summarise(
                 {name: x[:, row] for name, x in spectral.items()},
                 with_spectra,
                 [x.lengths[site][1] for x in measurements],
+                inputs.get("words", TEXT_WORDS),
             ),
             profile=[round(x, 6) for x in profile[row].tolist()],
             spectrum=[] if spectrum is None else [float(f"{x:.5g}") for x in spectrum[row].tolist()],
@@ -100,14 +101,18 @@ def summarise(
         records=records,
         layers={"names": first.blocks, **layers},
         redundancy=_mean([x.redundancy for x in measurements]).tolist(),
-        headline=_headline(records, layers, {**inputs, **counts}),
+        headline=_headline(records, {"names": first.blocks, **layers}, {**inputs, **counts}),
         provenance=provenance,
         excerpt=excerpt,
     )
 
 
 def _measures_and_kind(
-    numbers: dict[str, Tensor], spectral: dict[str, Tensor], with_spectra: list[int], lengths: list[int]
+    numbers: dict[str, Tensor],
+    spectral: dict[str, Tensor],
+    with_spectra: list[int],
+    lengths: list[int],
+    words: Mapping[str, str],
 ) -> dict[str, Any]:
     """Fields of a Record from the measures of one head: (texts,), and (texts with spectra,) for spectral ones."""
     every, some = ({name: x.tolist() for name, x in part.items()} for part in (numbers, spectral))
@@ -137,7 +142,7 @@ def _measures_and_kind(
     return {
         "kind": name,
         "traits": traits,
-        "description": description,
+        "description": in_words(description, words),
         "evidence": {**means, **{measure: mode.value for measure, mode in modes.items()}},
         "evidence_texts": len(alike),
         "judged": judged,
@@ -185,7 +190,7 @@ def _headline(records: Sequence[Record], layers: Mapping[str, list], inputs: Map
     counts = Counter(record.kind for record in records)
     mix = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
     low, high = inputs["shortest"], inputs["longest"]
-    length = f"{high} {units}" if low == high else f"{low} to {high} {units}"
+    length = f"{high} {words['unit'] if high == 1 else units}" if low == high else f"{low} to {high} {units}"
     lines = [f"{_count(len(records), 'head')}, judged on {items} of {length}: {mix}."]
     fewer = sum(record.judged < texts for record in records)
     if fewer:
@@ -200,13 +205,25 @@ def _headline(records: Sequence[Record], layers: Mapping[str, list], inputs: Map
         exactness = "exact" if inputs["spectra_exact"] else f"estimated within {_largest_error(records):.0%}"
         mean = f"of one {words['item']}" if some == 1 else f"mean over {some} {words['items']}"
         lines.append(f"Effective ranks ({mean}, {exactness}) range from {min(ranks):.0f} to {max(ranks):.0f}.")
-    differences = layers.get("difference", [])
-    if len(differences) > 1:
-        lines.append(
-            f"Differences between {units} are {differences[0]:.0%} of the hidden state before the first "
-            f"layer and {differences[-1]:.0%} after the last."
-        )
+    ends = _ends(layers)
+    if ends and high > 1:  # a single one differs from nothing
+        each = [
+            f"{first:.0%} of the hidden state before the first layer and {last:.0%} after the last"
+            + (f" in {name}" if len(ends) > 1 else "")
+            for name, (first, last) in ends.items()
+        ]
+        lines.append(f"Differences between {units} are {'; '.join(each)}.")
     return lines
+
+
+def _ends(layers: Mapping[str, list]) -> dict[str, tuple[float, float]]:
+    """list of blocks -> the share of differences before its first block and after its last."""
+    found: dict[str, list[float]] = {}
+    name = ""
+    for state, difference in zip(layers.get("names", []), layers.get("difference", []), strict=False):
+        name = state.removesuffix(" in") if state.endswith(" in") else name
+        found.setdefault(name, []).append(difference)
+    return {name: (x[0], x[-1]) for name, x in found.items() if len(x) > 1}
 
 
 def _count(n: int, noun: str) -> str:

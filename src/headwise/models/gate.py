@@ -8,6 +8,7 @@ and an exported program is loaded only if every part of it is plain data (`progr
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import logging
@@ -184,12 +185,16 @@ def quiet() -> Iterator[None]:
         logging.is_progress_bar_enabled(),
         hub_logging.get_verbosity(),
     )
+    gguf_files: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    gguf_bar = gguf_files.tqdm  # of tqdm itself, which no setting of transformers reaches
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    gguf_files.tqdm = functools.partial(gguf_bar, disable=True)
     hub_logging.set_verbosity_error()
     try:
         yield
     finally:
+        gguf_files.tqdm = gguf_bar
         hub_logging.set_verbosity(hub_verbosity)
         logging.set_verbosity(verbosity)
         if bars:

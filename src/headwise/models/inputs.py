@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ TOKENIZER_FILES = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 KINDS = {
     "text": ("input_ids", "--text or --random-tokens"),
@@ -46,6 +47,16 @@ TEXT_WORDS = {"item": "text", "items": "texts", "unit": "token", "units": "token
 IMAGE_WORDS = {"item": "image", "items": "images", "unit": "patch", "units": "patches"}
 FRAME_WORDS = {"item": "recording", "items": "recordings", "unit": "frame", "units": "frames"}
 """What a report calls an input and a position in it."""
+
+
+def in_words(sentence: str, words: Mapping[str, str]) -> str:
+    """A sentence about texts and tokens, in the words for other inputs.
+
+    >>> in_words("the previous token on 2 of 3 texts", IMAGE_WORDS)
+    'the previous patch on 2 of 3 images'
+    """
+    names = {TEXT_WORDS[key]: word for key, word in words.items() if key in TEXT_WORDS}
+    return re.sub(r"\b(texts?|tokens?)\b", lambda found: names.get(found[0], found[0]), sentence)
 
 
 def words_of(batch: Any) -> dict[str, str]:
@@ -102,7 +113,9 @@ def text_input(
     if len(chunks) > 1 and len(chunks[-1]) < body:
         chunks.pop()  # all texts have one length, so that a mean over texts does not mix lengths
     if not chunks or len(chunks[0]) < 4:
-        raise InputError(f"the text has {len(ids)} tokens; attention needs at least 4 to say anything")
+        raise InputError(
+            f"the text has {len(ids)} token{'s' * (len(ids) != 1)}; attention needs at least 4 to say anything"
+        )
     rows = torch.tensor([[*before, *chunk, *after] for chunk in chunks])
     vocabulary = _vocabulary(loaded.model)
     if vocabulary is not None and rows.max() >= vocabulary:
@@ -249,6 +262,12 @@ def preprocessor(loaded: LoadedModel, auto_class: str, what: str, advice: str = 
     """The tokenizer, image processor or feature extractor of a model, by the name of its class in transformers."""
     if loaded.is_factory:
         raise InputError(f"{loaded.source} has no {what}, and returned no batches; return (model, [batch, …])")
+    directory = Path(loaded.source)
+    if what != "tokenizer" and directory.is_dir() and not any((directory / name).exists() for name in PROCESSOR_FILES):
+        raise InputError(
+            f"{loaded.name} has no {what} (no {' or '.join(PROCESSOR_FILES)} in {directory}); save that of the model "
+            "it was trained from there, with its save_pretrained"
+        )
     try:
         return loaded.preprocessor(getattr(transformers_library(), auto_class))
     except InputError as error:

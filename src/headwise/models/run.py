@@ -34,7 +34,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
         return model(batch) if isinstance(batch, Tensor) else model(*batch)
     except (HeadwiseError, torch.OutOfMemoryError):
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError) as error:
         shapes = ", ".join(f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors)
         first = (str(error).splitlines() or [""])[0][:200]
         raise InputError(
@@ -236,6 +236,11 @@ def _attending(module: nn.Module) -> list[str]:
     return [n for n, parts in names.items() if any(w in x.lower() for x in parts for w in ("attn", "attention"))]
 
 
+def block_list(block: str) -> str:
+    """The list of modules that a block belongs to: encoder.layer.3 -> encoder.layer."""
+    return re.sub(r"\.?\d+$", "", block)
+
+
 @contextlib.contextmanager
 def hidden_states(
     blocks: dict[str, nn.Module], measure: Callable[[str, Tensor], T | None], states: dict[str, T]
@@ -256,10 +261,9 @@ def hidden_states(
                 states[key] = measured
 
     def hook(name: str) -> Callable:
-        block_list = re.sub(r"\.?\d+$", "", name)  # encoder.layer.3 -> encoder.layer
+        first = f"{block_list(name)} in"
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            first = f"{block_list} in"
             if first not in states:
                 put(first, name, args if args else kwargs.get("hidden_states"))
             uses[name] += 1

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from headwise.examination import examine, with_depth
-from headwise.examination.measure.depth import collapse_curves
+from headwise.examination.advice import with_advice
+from headwise.examination.measure.depth import CURVES, collapse_curves
 from headwise.examination.measure.path_lengths import by_length
 from headwise.theory.collapse import relative_residual
+from tests.models.saved_models import CONVOLUTIONS
 from tests.models.tiny_models import ALL, sharpen
 
 
@@ -154,10 +158,79 @@ def test_switching_everything_off_changes_the_curve(family: str) -> None:
 
 
 def test_unknown_blocks_are_said_to_be_unsupported() -> None:
-    model, batch = ALL["whisper"]()
+    model, batch = ALL["t5"]()
     found = collapse_curves(model.eval(), batch)
     assert not found["supported"]
-    assert "WhisperEncoderLayer" in found["why"]
+    assert "T5Block" in found["why"]
+
+
+def wav2vec2() -> tuple[Any, dict[str, Tensor]]:
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    config = Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, **CONVOLUTIONS
+    )
+    return Wav2Vec2Model(config), {"input_values": torch.randn(1, 4000)}
+
+
+@pytest.mark.parametrize("build", [ALL["whisper"], wav2vec2], ids=["whisper", "wav2vec2"])
+def test_ablations_equal_an_encoder_of_speech_written_by_hand(
+    build: Callable[[], tuple[Any, dict[str, Tensor]]],
+) -> None:
+    """Of an encoder and a decoder, the curves are those of the encoder."""
+    model, batch = build()
+    whisper = "input_features" in batch
+    double: Any = copy.deepcopy(sharpen(model)).double()
+    layers = double.encoder.layers
+    given: list[Tensor] = []
+    layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: given.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        double(**{name: x.double() if x.is_floating_point() else x for name, x in batch.items()})
+
+        def curve(skip: bool, mlp: bool) -> list[float]:
+            x, found = given[0], [relative_residual(given[0][0]).item()]
+            for layer in layers:
+                if whisper:  # norms first
+                    out = layer.self_attn(hidden_states=layer.self_attn_layer_norm(x), attention_mask=None)[0]
+                    x = x + out if skip else out
+                    x = x + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x)))) if mlp else x
+                else:
+                    out = layer.attention(x, attention_mask=None)[0]
+                    x = layer.layer_norm(x + out if skip else out)
+                    x = layer.final_layer_norm(x + layer.feed_forward(x) if mlp else x)
+                found.append(relative_residual(x[0]).item())
+            return found
+
+        found = collapse_curves(model, batch)
+    assert found["other_blocks"] == (["decoder.layers"] if whisper else [])
+    for name, switches in zip(CURVES, ((True, True), (False, True), (True, False), (False, False)), strict=True):
+        assert found["curves"][name] == pytest.approx(curve(*switches), rel=1e-6)
+
+
+def test_sequence_first_has_the_curves_of_batch_first() -> None:
+    """(n, b, d): the first of three sequences is cut from the second axis.  Path lengths are not built for it."""
+    torch.manual_seed(0)
+    batch_first = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 2).eval()
+    with pytest.warns(UserWarning, match="batch_first"):
+        sequence_first = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24), 2).eval()
+    sequence_first.load_state_dict(batch_first.state_dict())
+    x = torch.randn(3, 7, 16)
+    expected, found = collapse_curves(batch_first, x)["curves"], collapse_curves(sequence_first, x.transpose(0, 1))
+    for name, curve in expected.items():
+        assert found["curves"][name] == pytest.approx(curve)
+    assert "not laid out as (batch, sequence, width)" in by_length(sequence_first, x.transpose(0, 1))["why"]
+
+
+def test_a_single_token_does_not_become_equal_to_others() -> None:
+    model, _ = ALL["torch_encoder"]()
+    x = torch.randn(2, 1, 32)
+    found = with_advice(with_depth(examine(model, [x]), model, x))
+    assert not found.ablations["supported"]
+    assert [piece["topic"] for piece in found.advice] == ["nothing stands out"]
+    assert not any("equal" in line or "Differences" in line for line in found.headline)
+    assert found.headline[0].startswith("8 heads, judged on 2 texts of 1 token: ")
 
 
 @pytest.mark.parametrize("form", ["tensor", "positions", "keywords"])

@@ -312,3 +312,47 @@ def test_blocks_of_rows_do_not_change_the_result() -> None:
     (whole,), (pieces,) = observe(model, batch), observe(model, batch, entries=500)
     for name, x in whole.numbers.items():
         torch.testing.assert_close(pieces.numbers[name], x, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class Masked(nn.Module):
+    """Two heads of width four with a mask (…, m, n) of its own; `windows` cuts each sequence before it attends."""
+
+    def __init__(self, mask: Tensor, windows: int = 1) -> None:
+        super().__init__()
+        self.project, self.num_heads, self.windows = nn.Linear(8, 24), 2, windows
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (self.windows, -1)).flatten(0, 1)
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+
+
+def test_windows_of_one_sequence_may_differ_in_length() -> None:
+    """The last two keys of the second window are padding, so it has four tokens and the first one six."""
+    torch.manual_seed(0)
+    visible = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    visible[1, ..., 4:] = False
+    model, x = Masked(visible, windows=2).eval(), torch.randn(1, 12, 8)
+    (found,) = observe(model, x)
+    assert found.lengths == [(6, 6)]
+    with torch.no_grad():
+        model_of_all = Masked(torch.ones(1, 1, dtype=torch.bool)).eval()
+        model_of_all.load_state_dict({**model.state_dict(), "mask": torch.ones(1, 1, dtype=torch.bool)})
+        parts = [observe(model_of_all, part)[0] for part in (x[:, :6], x[:, 6:10])]
+    for name in ("entropy", "sink_mass", "output_norm"):
+        expected = torch.stack([part.numbers[name] for part in parts]).mean(0)
+        torch.testing.assert_close(found.numbers[name], expected, msg=name)
+    assert found.leading is not None
+    assert found.leading.shape == (2, 6)
+    leading = [part.leading for part in parts if part.leading is not None]
+    torch.testing.assert_close(found.leading[:, :4], (leading[0][:, :4] + leading[1]) / 2)
+    torch.testing.assert_close(found.leading[:, 4:], leading[0][:, 4:] / 2)
+
+
+def test_a_head_that_sees_nothing_has_numbers() -> None:
+    """The mask hides every key from the second head."""
+    visible = torch.tensor([True, False]).reshape(1, 2, 1, 1).expand(1, 2, 6, 6)
+    (found,) = observe(Masked(visible).eval(), torch.randn(1, 6, 8))
+    assert found.spectral["sigma_1"][1] == found.spectral["sigma_ratio"][1] == found.numbers["row_maximum"][1] == 0
+    assert found.spectral["sigma_1"][0] >= 1 - 1e-6

@@ -110,7 +110,8 @@ def test_every_sum_equals_that_of_a_dense_p(shape: tuple[int, ...], name: str, p
         torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6, msg=lambda text, f=field: f"{f}: {text}")
 
 
-def test_extreme_scores_neither_overflow_nor_lose_small_weights(path: str) -> None:
+def test_extreme_scores_neither_overflow_nor_lose_small_weights(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "LARGE_SCORES", torch.inf)  # both paths in single precision
     scores, v = problem(2, 50, 60, 16, 8)
     for factor in (1e-6, 60.0, 1e4):
         sharp = Scores(scores.q * factor, scores.k, scores.scale, scores.mask)
@@ -204,3 +205,17 @@ def test_queries_may_stand_anywhere_on_the_axis_of_keys(places: str, entries: in
     close(found.mass_within(4), p[:, offsets.abs() <= 4].sum(-1) / 60)
     close(found.profile()[:, REACH - 1], p[:, offsets == -1].sum(-1) / 60)
     assert found.profile().shape == (4, 2 * REACH + 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_scores_are_not_rounded_in_single_precision(causal: bool) -> None:
+    """|S| around 5e4, two of them close together in every row: rounding them to single precision moves P by 1e-3."""
+    torch.manual_seed(0)
+    scores, v = problem(3, 40, 40, 16, 8, causal=causal)
+    base = 2e2 * scores.k[:, :1]  # every key is nearly the same: differences of scores are of ordinary size
+    scores = Scores(scores.q + base, base + 0.01 * scores.k, scores.scale, scores.mask)
+    expected = dense_twin(scores, v)
+    assert expected["largest_score"].min() > 1e4
+    found = call("torch", scores, v)
+    for name in ("entropy", "row_maximum", "row_squares", "received", "diagonals", "output", "sampled_rows"):
+        torch.testing.assert_close(getattr(found, name).double(), expected[name], rtol=1e-5, atol=1e-6, msg=name)

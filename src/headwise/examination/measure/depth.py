@@ -6,8 +6,9 @@
     pure attention       both
 
 These are the collapse curves of Dong, Cordonnier & Loukas 2021 ("Attention is not all you need"), on a real model and
-in float64: float32 residuals do not fall below 2e-7.  A block is recognised by its parts (BERT-, GPT-2-, Llama- and
-ViT-like ones, and torch's own encoder layer); to support another family, extend `_family` and `_switch_off`.
+in float64: float32 residuals do not fall below 2e-7.  Of a model with several lists of blocks, such as an encoder and a
+decoder, they are those of the first.  A block is recognised by its parts: in BERT, GPT-2, Llama, ViT, Whisper, BART,
+wav2vec 2.0 and torch's own encoder layer.  To support another family, extend `_family` and `_switch_off`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from headwise.examination.measure.observe import BlockTokens, block_of
 from headwise.examination.measure.path_lengths import by_length
 from headwise.examination.record import Examination
+from headwise.models.inputs import in_words
 from headwise.models.intercept import intercept
-from headwise.models.run import Batch, blocks_of, first_sequence, hidden_states, in_double, run_model
+from headwise.models.run import Batch, block_list, blocks_of, first_sequence, hidden_states, in_double, run_model
 from headwise.theory.collapse import relative_residual
 
 CURVES = ("all", "no attention skip", "no MLP", "pure attention")
@@ -36,15 +38,20 @@ def with_depth(examination: Examination, model: nn.Module, batch: Batch) -> Exam
     A part that fails is left out with the reason: the heads have been measured, and their report must not be lost.
     """
     ablations, paths = (_unless_it_fails(part, model, batch) for part in (collapse_curves, by_length))
-    headline = list(examination.headline)
+    headline, words = list(examination.headline), examination.inputs.get("words", {})
+    if examination.inputs["longest"] < 2:
+        ablations = {"supported": False, "why": in_words("a single token is equal to itself", words)}
     if ablations["supported"]:
         residuals = ablations["curves"]["no attention skip"]
-        headline.append(
+        where = f" of {ablations['blocks']}" if ablations["other_blocks"] else ""
+        sentence = (
             f"On one text: without its attention skips the relative residual would fall from {residuals[0]:.2g} to "
-            f"{residuals[-1]:.0e} in {len(residuals) - 1} layers: all tokens would become equal."
+            f"{residuals[-1]:.0e} in {len(residuals) - 1} layers{where}: all tokens would become equal."
             if residuals[-1] < 1e-2
-            else f"On one text: even without its attention skips the relative residual stays at {residuals[-1]:.2g}."
+            else f"On one text: even without its attention skips{where} the relative residual stays at "
+            f"{residuals[-1]:.2g}."
         )
+        headline.append(in_words(sentence, words))
     return replace(examination, ablations=ablations, paths=paths, headline=headline)
 
 
@@ -60,17 +67,28 @@ def _unless_it_fails(
 
 def collapse_curves(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Relative residual after every block for each of the four variants, on the first sequence of the batch."""
-    blocks = blocks_of(model)
+    blocks, others = _first_list(blocks_of(model))
     unknown = next((type(block).__name__ for block in blocks.values() if _family(block) is None), None)
     if not blocks or unknown is not None:
         which = unknown or f"{type(model).__name__}, which has no list of blocks"
         return {"supported": False, "why": f"skips and MLPs cannot be told apart in {which}"}
     double, text = in_double(model), first_sequence(model, batch, torch.float64)
-    return {"supported": True, "curves": {name: _curve(double, text, name) for name in CURVES}}
+    return {
+        "supported": True,
+        "curves": {name: _curve(double, text, name) for name in CURVES},
+        "blocks": next(map(block_list, blocks)),
+        "other_blocks": others,
+    }
+
+
+def _first_list(blocks: dict[str, nn.Module]) -> tuple[dict[str, nn.Module], list[str]]:
+    """The blocks of the first list of them, and the names of the other lists."""
+    first, *others = dict.fromkeys(map(block_list, blocks)) or [""]
+    return {name: block for name, block in blocks.items() if block_list(name) == first}, others
 
 
 def _curve(model: nn.Module, batch: Batch, name: str) -> list[float]:
-    blocks, states, tokens = blocks_of(model), dict[str, float](), BlockTokens()
+    (blocks, _), states, tokens = _first_list(blocks_of(model)), dict[str, float](), BlockTokens()
 
     def residual(block: str, x: Tensor) -> float | None:
         found = tokens.of(block, x)
@@ -91,10 +109,12 @@ def _family(block: nn.Module) -> str | None:
     has = lambda *names: all(isinstance(getattr(block, name, None), nn.Module) for name in names)  # noqa: E731
     if has("attention", "intermediate", "output"):
         return "bert" if hasattr(block.attention, "output") and not has("layernorm_before") else "vit"
-    if has("self_attn", "linear1", "linear2"):
-        return "torch"
+    if any(has("self_attn", *linear) for linear in (("linear1", "linear2"), ("fc1", "fc2"))):
+        return "two linear layers"
     if any(has(attention, "mlp") for attention in ("attn", "self_attn", "attention")):
-        return "pre-norm"
+        return "mlp"
+    if has("attention", "feed_forward"):
+        return "feed_forward"
     return None
 
 
@@ -109,7 +129,7 @@ def _switch_off(block: Any, *, skip: bool, mlp: bool) -> list[Any]:
     if mlp and family in ("bert", "vit"):
         handles.append(block.output.register_forward_hook(_return_second_input, with_kwargs=True))
     elif mlp:
-        last = block.linear2 if family == "torch" else block.mlp
+        last = next(getattr(block, name) for name in ("linear2", "fc2", "mlp", "feed_forward") if hasattr(block, name))
         handles.append(last.register_forward_hook(lambda module, args, output: torch.zeros_like(output)))
     return handles
 

@@ -175,7 +175,7 @@ def sigma_1(x: HeadSpectrum) -> float:
 @register_measure(of=HeadSpectrum, unit="share")
 def sigma_ratio(x: HeadSpectrum) -> float:
     """σ_2 / σ_1: how much is left beside the leading direction."""
-    return (x.values[1].item() / x.values[0].item()) if len(x.values) > 1 else 0.0
+    return (x.values[1] / x.values[0].clamp(min=1e-300)).item() if len(x.values) > 1 else 0.0
 
 
 def _energy(x: HeadSpectrum, r: int) -> float:

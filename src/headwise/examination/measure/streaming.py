@@ -38,6 +38,10 @@ ROWS = 64
 SAMPLED_ROWS = 32
 """Query rows kept of every head, evenly spaced, to compare heads with one another."""
 
+LARGE_SCORES = 1e3
+"""Beyond this bound of |S|, single precision rounds a score by more than 3e-5, and P by as much: S is then computed in
+float64 until the maximum of its row is subtracted."""
+
 SKETCH = 512
 """Columns to which longer sampled rows are hashed."""
 
@@ -163,7 +167,7 @@ def stream(
     positions = torch.arange(m) if positions is None else positions.cpu()
     sampled = torch.linspace(0, m - 1, min(SAMPLED_ROWS, m)).round().long()
     side_by_side = int(positions[-1] - positions[0]) == m - 1
-    found = head_statistics(scores, v, sampled) if side_by_side else None
+    found = head_statistics(scores, v, sampled) if side_by_side and not _large(scores) else None
     if found is None:
         return _stream(scores, v, positions, sampled.tolist(), workspace or Workspace())
     return HeadSums(
@@ -201,6 +205,12 @@ def _stream(scores: Scores, v: Tensor, positions: Tensor, sampled: list[int], wo
     return HeadSums(**{name: torch.cat([getattr(x, name) for x in parts]) for name in each}, positions=positions)
 
 
+def _large(scores: Scores) -> bool:
+    """Whether |S| <= scale max ||q_i|| max ||k_j|| is beyond LARGE_SCORES."""
+    longest = [torch.linalg.vector_norm(x, dim=-1).amax().item() for x in (scores.q, scores.k)]
+    return abs(scores.scale) * longest[0] * longest[1] > LARGE_SCORES
+
+
 def _heads(scores: Scores, first: int, stop: int) -> Scores:
     """The scores of heads first:stop."""
 
@@ -215,7 +225,8 @@ def _heads(scores: Scores, first: int, stop: int) -> Scores:
 
 
 def _stream_heads(scores: Scores, v: Tensor, positions: Tensor, sampled: list[int], workspace: Workspace) -> HeadSums:
-    q, k = scores.q, scores.k.contiguous()
+    large = _large(scores)
+    q, k = (x.double() if large else x for x in (scores.q, scores.k.contiguous()))
     mask, (h, m, n) = scores.mask, scores.shape
     some_empty = mask.visible is not None or mask.attn_bias is not None or (mask.ahead or 0) < 0
     peak, z, dot, norm, visible = (_empty(h, m) for _ in range(5))
@@ -227,10 +238,12 @@ def _stream_heads(scores: Scores, v: Tensor, positions: Tensor, sampled: list[in
         columns = n if mask.ahead is None else max(1, min(stop + mask.ahead, n))  # no query attends beyond
         s, e = workspace.two_blocks(h, rows, columns)
         p, skewed = workspace.skewed_block(h, rows, columns)
-        torch.baddbmm(s, q[:, block], k[:, :columns].mT, beta=0, alpha=scores.scale, out=s)
-        visible[:, block] = _hide(s, mask, start)
-        peak[:, block] = highest = s.amax(-1)
-        torch.exp(s.sub_(highest.unsqueeze(-1)), out=e)
+        precise = s.double() if large else s
+        torch.baddbmm(precise, q[:, block], k[:, :columns].mT, beta=0, alpha=scores.scale, out=precise)
+        visible[:, block] = _hide(precise, mask, start)
+        peak[:, block] = highest = precise.amax(-1)
+        precise.sub_(highest.unsqueeze(-1))
+        torch.exp(s.copy_(precise) if large else s, out=e)
         if some_empty:
             e.masked_fill_((highest <= limits.HIDDEN).unsqueeze(-1), 0)
         z[:, block] = total = e.sum(-1).clamp_(min=1)  # it is at least 1, or a row of zeros

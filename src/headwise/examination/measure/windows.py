@@ -1,7 +1,8 @@
 """Sequences that a model cuts into windows: one measurement for each site of a sequence.
 
 A model such as Swin computes a small P for each window of an image.  All of P is block-diagonal; what is said of a head
-is said of an average block: numbers are means over the windows, discrete ones the most frequent value.
+is said of an average block: numbers are means over the windows, discrete ones the most frequent value.  Windows may
+differ in size, because padding is not measured; the lengths of the site are those of its largest window.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.examination.measure.head_measures import MEASURES
+from headwise.shapes import filled
 
 
 class OneSite(Protocol):
@@ -20,6 +22,7 @@ class OneSite(Protocol):
     @property
     def site(self) -> Any: ...  # with a name
 
+    lengths: tuple[int, int]  # (m, n)
     numbers: dict[str, Tensor]
     spectral: dict[str, Tensor]
     profile: Tensor
@@ -44,10 +47,17 @@ def _combined(windows: list[S]) -> S:
     if len(windows) > 1:
         first.numbers, first.spectral = _means([x.numbers for x in windows]), _means([x.spectral for x in windows])
         first.profile = torch.stack([x.profile for x in windows]).mean(0)
-        first.leading = torch.stack([x.leading for x in windows]).mean(0)
-        first.sampled_rows = torch.cat([x.sampled_rows for x in windows], dim=1)
+        first.lengths = max(x.lengths[0] for x in windows), max(x.lengths[1] for x in windows)
+        first.leading = torch.stack(_equally_long([x.leading for x in windows])).mean(0)
+        first.sampled_rows = torch.cat(_equally_long([x.sampled_rows for x in windows]), dim=1)
         first.spectra_exact = all(x.spectra_exact for x in windows)
     return first
+
+
+def _equally_long(tensors: list[Tensor]) -> list[Tensor]:
+    """Zeros at the end of the last axis of all but the longest: no singular value, no weight."""
+    longest = max(x.shape[-1] for x in tensors)
+    return [filled(x, (0, longest - x.shape[-1]), 0.0) for x in tensors]
 
 
 def _means(windows: list[dict[str, Tensor]]) -> dict[str, Tensor]:

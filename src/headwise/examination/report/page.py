@@ -18,10 +18,10 @@ from headwise.examination.report.kind_styles import kind_style
 from headwise.examination.report.measure_groups import first_columns, grouped
 from headwise.examination.report.report_figures import draw, figure_names
 from headwise.examination.report.site_labels import head_address, site_labels
+from headwise.models.inputs import TEXT_WORDS, in_words
 from headwise.output_directory import OutputDirectory, directory_for
 
 ASSETS = Path(__file__).parent / "assets"
-WORDS = {"item": "text", "items": "texts", "unit": "token", "units": "tokens"}
 REACH = 24
 """The farthest offset of which the page shows the mean weight."""
 
@@ -101,24 +101,24 @@ def assembled_page(template: str, scripts: Sequence[str], data: Mapping[str, Any
 def page_words(facts: Mapping[str, Any]) -> dict[str, str]:
     """What one input and one position of it are called: text and token, image and patch, recording and frame."""
     given = facts["inputs"].get("words")
-    return {key: str(given.get(key, word)) if isinstance(given, Mapping) else word for key, word in WORDS.items()}
+    return {key: str(given.get(key, word)) if isinstance(given, Mapping) else word for key, word in TEXT_WORDS.items()}
 
 
 def page_data(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of a report as its script reads them: fewer digits, and only what is shown."""
     measured = {name for record in facts["records"] for name in (*record["measures"], *record["modes"])}
-    labels = site_labels([site["name"] for site in facts["sites"]])
+    labels, words = site_labels([site["name"] for site in facts["sites"]]), page_words(facts)
     return {
         "model": facts["model"],
         "inputs": facts["inputs"],
-        "words": page_words(facts),
+        "words": words,
         "measures": grouped(facts["measures"]),
         "columns": first_columns(measured),
         "sites": [{**site, "label": label} for site, label in zip(facts["sites"], labels, strict=True)],
         "records": [_record(record) for record in facts["records"]],
         "telling": telling_heads(facts),
         "similarity": _similarity(facts["redundancy"]),
-        "kinds": {kind: {**kind_style(kind), "meaning": meaning} for kind, meaning in KINDS.items()},
+        "kinds": {kind: {**kind_style(kind), "meaning": in_words(meaning, words)} for kind, meaning in KINDS.items()},
         "by_length": _by_length(facts.get("by_length") or {}, len(facts["records"])),
         **{name: facts.get(name, {}) for name in ("layers", "ablations", "paths", "excerpt", "provenance")},
     }

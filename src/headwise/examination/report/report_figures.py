@@ -9,6 +9,7 @@ from typing import Any
 from headwise.errors import needs_extra
 from headwise.examination.measure.head_kinds import KINDS
 from headwise.examination.record import Examination
+from headwise.models.inputs import in_words
 
 COLOURS = {
     "induction": "#D55E00",
@@ -79,11 +80,8 @@ def _kinds(axes: Any, examination: Examination) -> None:
         if any(counts):
             axes.bar(range(layers), counts, bottom=below, color=COLOURS[kind], label=kind, width=0.85)
             below = [a + b for a, b in zip(below, counts, strict=True)]
-    axes.set(
-        xlabel="layer",
-        ylabel="heads",
-        title=f"Kinds of heads in {_literal(examination.model['name'])} ({_count(examination.inputs['texts'])})",
-    )
+    title = f"Kinds of heads in {_literal(examination.model['name'])}"
+    axes.set(xlabel="layer", ylabel="heads", title=f"{title} ({_count(examination, examination.inputs['texts'])})")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
@@ -93,7 +91,7 @@ def _map(axes: Any, examination: Examination, name: str) -> None:
     for record in examination.records:
         grid[record.site][record.head] = record.measures[name].mean
     image = axes.imshow(grid, cmap="cividis", aspect="auto")
-    measured = _count(max(record.measures[name].texts for record in examination.records))
+    measured = _count(examination, max(record.measures[name].texts for record in examination.records))
     axes.set(xlabel="head", ylabel="layer", title=f"{name.replace('_', ' ')} (mean of {measured})")
     axes.figure.colorbar(image, ax=axes)
 
@@ -101,16 +99,16 @@ def _map(axes: Any, examination: Examination, name: str) -> None:
 def _collapse(axes: Any, examination: Examination) -> None:
     for (name, curve), style in zip(examination.ablations["curves"].items(), ("-", "--", ":", "-."), strict=False):
         axes.semilogy(curve, style, marker="o", markersize=3, label=name)
-    axes.set(xlabel="layer", ylabel="relative residual", title="Relative residual by layer (one text)")
+    axes.set(xlabel="layer", ylabel="relative residual", title=f"Relative residual by layer ({_count(examination, 1)})")
     axes.legend(frameon=False)
 
 
 def _paths(axes: Any, examination: Examination) -> None:
     axes.bar(examination.paths["lengths"], examination.paths["share"], color="#0072B2")
     axes.axhline(0, color="black", linewidth=0.5)
-    title = "Contribution by path length (one text)"
+    title = f"Contribution by path length ({_count(examination, 1)})"
     axes.set(xlabel="attention layers on the path", ylabel="share of the output", title=title)
 
 
-def _count(texts: int) -> str:
-    return "one text" if texts == 1 else f"{texts} texts"
+def _count(examination: Examination, texts: int) -> str:
+    return in_words("one text" if texts == 1 else f"{texts} texts", examination.inputs.get("words", {}))

@@ -25,7 +25,8 @@ RECENT = 8
 """Products that are remembered: scores are the sum of a few of them, and older ones would only take memory."""
 
 HIDDEN = -5e3
-"""Scores below this were masked: masks are written as -inf, as the lowest number, or as -1e4 and less."""
+"""Scores below this were masked: masks are written as -inf, as the lowest number, or as -1e4 and less.  Where other
+scores of the call are as large, only -inf and the lowest numbers count."""
 
 
 class WrittenAttention(NamedTuple):
@@ -55,7 +56,7 @@ class WrittenOut:
             if len(factors) < 2 or out.dim() < 3 or any(type(x) is nn.Parameter for x in factors):
                 return None
             weights, v = factors
-            aligned = _values(args[0], v) if func is torch.einsum else v
+            aligned = _values(args[0], weights.dim(), v) if func is torch.einsum else v
             if aligned is not None and (found := self._completed(weights, aligned)) is not None:
                 return found
             self._products[self.provenance.number(out)] = weights, v
@@ -88,16 +89,19 @@ class WrittenOut:
         return WrittenAttention(scores.reshape(weights.shape), v, query, key, query.shape[-1])
 
 
-def _values(equation: str, v: Tensor) -> Tensor | None:
-    """v with its axes in the order of a matrix product P V; None if the equation is no such product.
+def _values(equation: str, axes: int, v: Tensor) -> Tensor | None:
+    """v with its axes in the order of a matrix product P V, P of so many axes; None if the equation is no such product.
 
-    >>> _values("bhij,jbhd->bihd", torch.empty(9, 2, 4, 5)).shape
+    >>> _values("bhij,jbhd->bihd", 4, torch.empty(9, 2, 4, 5)).shape
     torch.Size([2, 4, 9, 5])
+    >>> _values("...hij,...jhd->...ihd", 5, torch.empty(2, 3, 9, 4, 5)).shape
+    torch.Size([2, 3, 4, 9, 5])
     """
     inputs, _, result = equation.replace(" ", "").partition("->")
     weights, _, values = inputs.partition(",")
+    weights, values = _named(weights, axes), _named(values, v.dim())
     rest = [x for x in values if x not in weights]
-    if "." in equation or "," in values or len(weights) < 3 or len(rest) != 1 or len(values) != v.dim():
+    if "," in values or not len(weights) == axes >= 3 or len(rest) != 1 or len(values) != v.dim():
         return None
     batch, summed = [x for x in weights[:-2] if x in values], weights[-1]
     if summed in result or sorted(values) != sorted([*batch, summed, *rest]):
@@ -108,9 +112,17 @@ def _values(equation: str, v: Tensor) -> Tensor | None:
     return v
 
 
+def _named(letters: str, axes: int) -> str:
+    """The letters of an operand of so many axes, with a digit for each axis that the ellipsis stands for."""
+    hidden = axes - (len(letters) - len("..."))
+    return letters.replace("...", "".join(str(i) for i in reversed(range(hidden)))) if "..." in letters else letters
+
+
 def mask_of_scores(scores: Tensor) -> Mask:
     """The mask (b, h, m, n) whose additive bias is all of the scores, without those that are masked."""
     visible = scores > HIDDEN
+    if not bool(visible.any()) or bool((scores >= -HIDDEN).any()):  # large scores, not only masked ones
+        visible = scores > torch.finfo(scores.dtype).min / 2
     m, n = scores.shape[-2:]
     mask = Mask.from_sdpa(None if bool(visible.all()) else visible, False, m, n, device=scores.device)
     return mask.with_bias(scores.masked_fill(~visible, 0))

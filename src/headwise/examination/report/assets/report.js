@@ -22,7 +22,7 @@ function depth() {
       ),
     );
   byId("collapse-note").textContent = ablations.supported
-    ? `On one ${WORDS.item}, in float64: the model as it is, and with skip connections or MLPs switched off.`
+    ? `On one ${WORDS.item}, in float64: ${(ablations.other_blocks || []).length ? `the blocks in ${ablations.blocks}` : "the model"} as it is, and with skip connections or MLPs switched off.`
     : `${curves.length ? `The model as it is, ${meanOf(data.inputs.texts)}. ` : ""}Ablations: not measured. ${ablations.why || ""}`;
   const paths = data.paths || {};
   if (paths.supported) {
