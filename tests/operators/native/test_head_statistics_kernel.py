@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.operators._kernels.native.head_statistics import HeadStatistics  # registers the fake
+
 pytestmark = pytest.mark.usefixtures("kernels")
+__all__ = ["HeadStatistics"]
 
 
 def arguments(h: int = 4, g: int = 2, m: int = 21, n: int = 19, dtype: torch.dtype = torch.float32) -> list:

@@ -1,5 +1,6 @@
 """softmax_features(s q) (softmax_keys(s k)^T v) for q (b, m, k), k (b, n, k), v (b, n, d): what `efficient` and
-`factored` compute, in blocks of rows so that intermediate results stay in the cache.
+`factored` compute, in blocks of rows so that intermediate results stay in the cache; by the compiled kernel where it is
+usable, otherwise by torch's calls.
 
 With H and L the two softmaxes, C = L^T v and g the gradient of the result:
     dC = H^T g      dq = s H (g C^T - rows of H * (g C^T))
@@ -8,19 +9,27 @@ With H and L the two softmaxes, C = L^T v and g the gradient of the result:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from headwise.operators._kernels import autograd_functions, limits
+from headwise.operators._kernels import autograd_functions, limits, native
+from headwise.operators._kernels.key_patterns import two_batch_axes
 from headwise.operators._kernels.queries_keys import QueriesKeys
 
 
 def double_softmax(qk: QueriesKeys, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
     """H L v with the keys `k` (*batch, r, k) in place of those of `qk`; any batch axes, masked keys left out."""
+    if qk.q.dtype == k.dtype == v.dtype and native.usable(qk.q, k, v, key_mask):
+        batch = torch.broadcast_shapes(qk.q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        tensors = [two_batch_axes(x, batch) for x in (qk.q, k, v)]
+        if key_mask is not None:
+            tensors.append(two_batch_axes(key_mask, batch, trailing=1))
+        out = autograd_functions.run(CompiledDoubleSoftmax(qk.scale), *tensors)
+        return out.reshape(*batch, *out.shape[-2:])
     q, k, batch = _flat(qk.q, k, v, key_mask)
     x = v.to(q.dtype) if key_mask is None else v.to(q.dtype).masked_fill(~key_mask.unsqueeze(-1), 0)
     x = x.expand(*batch, *v.shape[-2:]).reshape(-1, *v.shape[-2:])
@@ -106,6 +115,60 @@ class DoubleSoftmax:
 
     def _features(self, q: Tensor, here: Tensor) -> Tensor:
         return torch.ops.aten._softmax.out(torch.mul(q, self.scale, out=here), -1, False, out=here)
+
+
+@final
+@dataclass(frozen=True)
+class CompiledDoubleSoftmax:
+    """The same for q (b, h, m, k), k (b, h, n, k), v (b, h, n, d) and, if any key is masked, a mask (b, h, n)."""
+
+    scale: float
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, mask = _with_mask(tensors)
+        return torch.ops.headwise.double_softmax(q, k, v, mask, self.scale)
+
+    def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        *inputs, _, means, top, total = tensors
+        return torch.ops.headwise.double_softmax_backward(pull, *_with_mask(inputs), means, top, total, self.scale)
+
+    def plain(self, *tensors: Tensor) -> Tensor:
+        q, k, v, mask = _with_mask(tensors)
+        if mask is None:
+            return DoubleSoftmax(self.scale).plain(q, k, v)
+        hidden = ~mask.unsqueeze(-1)
+        out = DoubleSoftmax(self.scale).plain(q, k.masked_fill(hidden, limits.HIDDEN), v.masked_fill(hidden, 0))
+        return out.masked_fill(~_any(mask), 0)
+
+
+def _with_mask(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    q, k, v, *mask = tensors
+    return q, k, v, mask[0] if mask else None
+
+
+@native.after_loading
+def _register() -> None:
+    """Shapes and gradients for torch.compile, torch.export and opcheck."""
+
+    @torch.library.register_fake("headwise::double_softmax")
+    def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        b, h, m, width = q.shape
+        means = q.new_empty(b, h, width, v.shape[-1], dtype=torch.float32)
+        return q.new_empty(b, m, h, v.shape[-1]).transpose(1, 2), means, means[..., 0].clone(), means[..., 0].clone()
+
+    @torch.library.register_fake("headwise::double_softmax_backward")
+    def _(pull: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.scale = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, *output[1:])
+
+    def backward(ctx: Any, pull: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+        return *torch.ops.headwise.double_softmax_backward(pull, *ctx.saved_tensors, ctx.scale), None, None
+
+    torch.library.register_autograd("headwise::double_softmax", backward, setup_context=keep)
 
 
 def _slices(x: Tensor) -> Iterator[tuple[slice, Tensor]]:

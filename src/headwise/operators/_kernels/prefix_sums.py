@@ -6,20 +6,23 @@ with e = exp(keys), H the softmax over features of the queries and Z_ic the sum 
 leaves to later ones: its own keys and values (exact) or a projection of them.  Every block has its own shift, half way
 up its running maximum, and states are summed in double precision, so that early rows do not underflow because of later
 keys and late ones do not overflow.
+
+The compiled kernel computes the exact form in blocks of its own, with states in single precision.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from headwise.errors import NonFiniteError
-from headwise.operators._kernels import limits
-from headwise.shapes import filled
+from headwise.operators._kernels import limits, native
+from headwise.shapes import filled, read
 
 
 @final
@@ -90,6 +93,55 @@ class Blocks:
             shares = (h / total.masked_fill(nothing, 1)).masked_fill(nothing, 0)
             out.append(shares @ (before / by.mT).to(v.dtype) + (shares @ weights.mT).tril() @ value)
         return torch.cat(out, dim=-3)
+
+
+def rises_little(k: Tensor, scale: float) -> bool:
+    """Whether keys are so small that no running maximum can rise too far; True where values cannot be read."""
+    largest = read(torch.linalg.vector_norm(k.detach(), math.inf))
+    return largest is None or 2 * scale * largest <= min(*limits.MAX_RISE.values(), limits.MAX_RANGE)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class CompiledPrefixSoftmax:
+    """The exact form for q (b, h, m, k), k (b, h, n, k), v (b, h, n, d) and, if any key is masked, a mask (b, h, n)."""
+
+    scale: float
+    plain: Callable[..., Tensor]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *mask = tensors
+        return torch.ops.headwise.prefix_softmax(q, k, v, mask[0] if mask else None, self.scale)
+
+    def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        (q, k, v, *mask), (shifts, sums) = tensors[:-3], tensors[-2:]
+        given = mask[0] if mask else None
+        return torch.ops.headwise.prefix_softmax_backward(pull, q, k, v, given, shifts, sums, self.scale)
+
+
+@native.after_loading
+def _register() -> None:
+    """Shapes and gradients for torch.compile, torch.export and opcheck."""
+
+    @torch.library.register_fake("headwise::prefix_softmax")
+    def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        (b, h, m, width), blocks = q.shape, -(-k.shape[-2] // 32)  # BLOCK of prefix_softmax.cpp
+        shifts = q.new_empty(b, h, blocks, width, dtype=torch.float32)
+        return q.new_empty(b, m, h, v.shape[-1]).transpose(1, 2), shifts, torch.empty_like(shifts)
+
+    @torch.library.register_fake("headwise::prefix_softmax_backward")
+    def _(pull: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.scale = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, *output[1:])
+
+    def backward(ctx: Any, pull: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+        return *torch.ops.headwise.prefix_softmax_backward(pull, *ctx.saved_tensors, ctx.scale), None, None
+
+    torch.library.register_autograd("headwise::prefix_softmax", backward, setup_context=keep)
 
 
 def blocked(x: Tensor, block: int) -> Tensor:

@@ -1,7 +1,8 @@
 """S = s Q K^T + attn_bias under a mask: the scores a softmax is taken of, never formed whole.
 
-`attend` uses torch's fused kernel, which autograd knows; `attend_with_lse` uses the same kernel and returns the
-log-sum-exp of every row as well, which is all that entropy, norms and the transpose of P need.
+`attend` uses the compiled tiles of `key_patterns` where they are usable and known to be faster, otherwise torch's fused
+kernel; `attend_with_lse` uses torch's and returns the log-sum-exp of every row as well, which is all that entropy, norms
+and the transpose of P need.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from headwise.operators._kernels import limits
+from headwise.operators._kernels import key_patterns, limits
+from headwise.operators._kernels.key_patterns import KeyPattern, two_batch_axes
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.row_chunks import row_ranges
 from headwise.shapes import broadcast_batch, filled, read
@@ -77,11 +79,50 @@ class Scores(QueriesKeys):
 
 
 def attend(scores: Scores, v: Tensor) -> Tensor:
-    """softmax(S) v through torch's fused kernel; rows that attend to no key are zero.
+    """softmax(S) v through a fused kernel; rows that attend to no key are zero.
 
-    Values of masked keys are set to zero, whatever they hold.
+    Values of masked keys count as zero, whatever they hold.
     """
+    if v.shape[-1] <= limits.MAX_COLUMNS and _tiles_usable(scores, v):
+        return _attend_by_tiles(scores, v)
     return _attend(scores, scores.mask.hide(v))
+
+
+def _tiles_usable(scores: Scores, v: Tensor) -> bool:
+    """Whether the mask is one that the tiles know, and nothing else wants to see or to change a call of torch's kernel."""
+    mask = scores.mask
+    return (
+        min(scores.m, scores.n) >= limits.TILES_FROM
+        and mask.pair_mask is None
+        and mask.attn_bias is None
+        and mask.ahead in (None, scores.n - scores.m)
+        and scores.q.dtype == scores.k.dtype == v.dtype
+        and not torch._C._len_torch_function_stack()
+        and key_patterns.usable(scores.q, scores.k, v)
+    )
+
+
+def _attend_by_tiles(scores: Scores, v: Tensor) -> Tensor:
+    batch = broadcast_batch("Softmax", operator=scores.shape[:-2], v=v.shape[:-2])
+    q, k, values = (two_batch_axes(x, batch) for x in (scores.q, scores.k, v))
+    key_mask = scores.mask.key_mask
+    key_mask = None if key_mask is None else two_batch_axes(key_mask, batch, trailing=1)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        mask = replace(scores.mask, key_mask=key_mask)
+        return weights(Scores(q, mask.hide(k), scores.scale, mask)) @ mask.hide(v)
+
+    out = key_patterns.attend(
+        q,
+        k,
+        values,
+        [KeyPattern()] * q.shape[1],
+        scale=scores.scale,
+        causal=scores.mask.causal,
+        key_mask=key_mask,
+        plain=plain,
+    )
+    return out.reshape(*batch, *out.shape[-2:])
 
 
 def _attend(scores: Scores, v: Tensor) -> Tensor:

@@ -14,16 +14,23 @@ formed: O(n k d + n b (k + d)) for blocks of b, as in chunked linear attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch import Tensor
 
 from headwise.cost import Cost
-from headwise.operators._kernels import limits
+from headwise.operators._kernels import autograd_functions, limits, native
 from headwise.operators._kernels.double_softmax import double_softmax, double_softmax_adjoint
-from headwise.operators._kernels.prefix_sums import Blocks, blocked, blocked_absence
+from headwise.operators._kernels.key_patterns import two_batch_axes
+from headwise.operators._kernels.prefix_sums import (
+    Blocks,
+    CompiledPrefixSoftmax,
+    blocked,
+    blocked_absence,
+    rises_little,
+)
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
@@ -67,6 +74,22 @@ class EfficientCausal(QueryKeyOperator):
         return weights_claim(stochastic=not self.qk.mask.has_empty_rows(), causal=True)
 
     def apply(self, v: Tensor) -> Tensor:
+        qk = self.qk
+        if not (qk.q.dtype == qk.k.dtype == v.dtype and native.usable(qk.q, qk.k, v, qk.key_mask)):
+            return self._by_blocks(v)
+        batch = torch.broadcast_shapes(qk.batch, v.shape[:-2])
+        tensors = [two_batch_axes(x, batch) for x in (qk.q, qk.k, v)]
+        if qk.key_mask is not None:
+            tensors.append(two_batch_axes(qk.key_mask, batch, trailing=1))
+        out = autograd_functions.run(CompiledPrefixSoftmax(qk.scale, self._plain), *tensors)
+        return out.reshape(*batch, *out.shape[-2:])
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+        """What the kernel computes, from torch's operations."""
+        key_mask = replace(self.qk.mask, key_mask=mask[0] if mask else None)
+        return EfficientCausal(replace(self.qk, q=q, k=key_mask.hide(k), mask=key_mask))._by_blocks(v)
+
+    def _by_blocks(self, v: Tensor) -> Tensor:
         m, n = self.qk.m, self.qk.n
         compute = torch.promote_types(v.dtype, torch.float32)
         blocks = self.blocks(compute)
@@ -126,5 +149,6 @@ def efficient(
     if not causal:
         return Efficient(qk)
     operator = EfficientCausal(qk)
-    operator.blocks(torch.promote_types(k.dtype, torch.float32)).check(owner)
+    if not rises_little(qk.k, qk.scale):
+        operator.blocks(torch.promote_types(k.dtype, torch.float32)).check(owner)
     return operator

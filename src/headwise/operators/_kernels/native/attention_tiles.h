@@ -246,19 +246,7 @@ inline void add_row(T* out, T weight, const T* row, int64_t width) {
   if (c < width) at::vec::fmadd(w, V::loadu(row + c, width - c), V::loadu(out + c, width - c)).store(out + c, width - c);
 }
 
-// ---- one head of the inputs, addressed by strides ----
-
-template <typename T>
-struct View {
-  T* data = nullptr;
-  int64_t batch = 0, head = 0, block = 0, row = 0;
-  T* at(int64_t b, int64_t h, int64_t i) const { return data + b * batch + h * head + i * row; }
-};
-
-template <typename T>
-View<T> view(const at::Tensor& x) {
-  return {x.data_ptr<T>(), x.stride(0), x.stride(1), 0, x.stride(2)};
-}
+// ---- the inputs ----
 
 template <typename T>
 struct Inputs {

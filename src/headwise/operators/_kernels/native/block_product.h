@@ -2,9 +2,9 @@
 // cost a dispatch each, and the operands are packed (and converted from half precision) once for many blocks anyway.
 //
 //   S = A B      A (rows, k) with leading dimension k;  B packed in panels of PANEL columns
-//   C += S B     S (rows, n) with any leading dimension; B (n, d) packed with rows of round_up(d, W) floats
+//   C += S B     S (rows, n) with any strides; B (n, d) packed with rows of round_up(d, W) floats
 //
-// Rows come in strips of STRIP: callers pad A and S to whole strips (what the padding holds is computed and ignored).
+// Rows come in strips of STRIP; callers pad A to whole strips (what the padding holds is computed and ignored).
 #pragma once
 
 #include "common.h"
@@ -70,42 +70,54 @@ inline void multiply_packed(
       strip_times_panel(a + r * k, packed + j * k, k, s + r * leading + j, leading);
 }
 
-// One strip of C += S B over `count` rows of B and V vectors of its columns.
-template <int64_t V>
-void strip_times_rows(const float* s, int64_t leading, const float* b, int64_t width, int64_t count, float* c) {
-  Vec sums[STRIP][V];
+// R rows of C += S B over `count` rows of B and V vectors of its columns.
+template <int64_t R, int64_t V>
+void strip_times_rows(
+    const float* s, int64_t row, int64_t step, const float* b, int64_t width, int64_t count, float* c) {
+  Vec sums[R][V];
 #pragma GCC unroll 6
-  for (int64_t r = 0; r < STRIP; r++)
+  for (int64_t r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int64_t x = 0; x < V; x++) sums[r][x] = Vec::loadu(c + r * width + x * W);
   for (int64_t j = 0; j < count; j++) {
-    Vec row[V];
-    for (int64_t x = 0; x < V; x++) row[x] = Vec::loadu(b + j * width + x * W);
+    Vec right[V];
+#pragma GCC unroll 4
+    for (int64_t x = 0; x < V; x++) right[x] = Vec::loadu(b + j * width + x * W);
 #pragma GCC unroll 6
-    for (int64_t r = 0; r < STRIP; r++) {
-      const Vec factor(s[r * leading + j]);
-      for (int64_t x = 0; x < V; x++) sums[r][x] = at::vec::fmadd(factor, row[x], sums[r][x]);
+    for (int64_t r = 0; r < R; r++) {
+      const Vec factor(s[r * row + j * step]);
+#pragma GCC unroll 4
+      for (int64_t x = 0; x < V; x++) sums[r][x] = at::vec::fmadd(factor, right[x], sums[r][x]);
     }
   }
 #pragma GCC unroll 6
-  for (int64_t r = 0; r < STRIP; r++)
+  for (int64_t r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int64_t x = 0; x < V; x++) sums[r][x].store(c + r * width + x * W);
 }
 
-// C += S B for rows (a multiple of STRIP), n rows of B and width (a multiple of W) columns; C has rows of `width`.
+template <int64_t R>
+void strip_product(
+    const float* s, int64_t row, int64_t step, const float* b, int64_t width, int64_t count, float* c) {
+  int64_t x = 0;
+  for (; x + PANEL <= width; x += PANEL) strip_times_rows<R, PANEL_VECTORS>(s, row, step, b + x, width, count, c + x);
+  for (; x + 2 * W <= width; x += 2 * W) strip_times_rows<R, 2>(s, row, step, b + x, width, count, c + x);
+  for (; x < width; x += W) strip_times_rows<R, 1>(s, row, step, b + x, width, count, c + x);
+}
+
+// C += S B for S (rows, n), n rows of B and width (a multiple of W) columns; rows of B and C have `width` floats, and
+// entry (r, j) of S is s[r * row + j * step].
 inline void add_product(
-    const float* s, int64_t leading, const float* b, int64_t rows, int64_t n, int64_t width, float* c) {
+    const float* s, int64_t row, int64_t step, const float* b, int64_t rows, int64_t n, int64_t width, float* c) {
   constexpr int64_t STEP = 128;  // rows of B that stay in the first cache while all strips use them
   for (int64_t j = 0; j < n; j += STEP) {
     const int64_t count = std::min(STEP, n - j);
-    for (int64_t r = 0; r < rows; r += STRIP) {
-      int64_t x = 0;
-      const float* left = s + r * leading + j;
-      const float* right = b + j * width;
-      float* out = c + r * width;
-      for (; x + PANEL <= width; x += PANEL) strip_times_rows<PANEL_VECTORS>(left, leading, right + x, width, count, out + x);
-      for (; x + 2 * W <= width; x += 2 * W) strip_times_rows<2>(left, leading, right + x, width, count, out + x);
-      for (; x < width; x += W) strip_times_rows<1>(left, leading, right + x, width, count, out + x);
-    }
+    const float *left = s + j * step, *right = b + j * width;
+    int64_t r = 0;
+    for (; r + STRIP <= rows; r += STRIP) strip_product<STRIP>(left + r * row, row, step, right, width, count, c + r * width);
+    if (rows - r >= 4) strip_product<4>(left + r * row, row, step, right, width, count, c + r * width), r += 4;
+    if (rows - r >= 2) strip_product<2>(left + r * row, row, step, right, width, count, c + r * width), r += 2;
+    if (rows - r == 1) strip_product<1>(left + r * row, row, step, right, width, count, c + r * width);
   }
 }
 

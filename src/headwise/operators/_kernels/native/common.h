@@ -32,7 +32,7 @@ inline float maximum(Vec x) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, x);
 }
 
-// exp(t) for t <= 0 to about 1e-7, relatively; exactly zero below -87.  2^k p(r) with t = k log 2 + r, |r| <= log(2) / 2,
+// exp(t) for t <= 0 (in fact up to 88) to about 1e-7, relatively; exactly zero below -87.  2^k p(r) with t = k log 2 + r, |r| <= log(2) / 2,
 // log 2 as the sum of two floats, and the polynomial of Cephes.
 inline Vec exp_nonpositive(Vec t) {
   using Int = at::vec::Vectorized<int32_t>;
@@ -70,6 +70,19 @@ class Array {
 };
 
 using Floats = Array<float>;
+
+// x (b, h, rows, width) with contiguous rows, addressed by strides.
+template <typename T>
+struct View {
+  T* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0;
+  T* at(int64_t b, int64_t h, int64_t i) const { return data + b * batch + h * head + i * row; }
+};
+
+template <typename T>
+View<T> view(const at::Tensor& x) {
+  return {x.data_ptr<T>(), x.stride(0), x.stride(1), x.stride(2)};
+}
 
 inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 

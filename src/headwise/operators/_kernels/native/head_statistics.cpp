@@ -174,7 +174,7 @@ void block_of_rows(
     // the lowest diagonal of the strip's last row is the block's lowest but rows - strip - STRIP
     add_strip(e + strip * p.leading, p.leading, &inverse[strip], padded, w.received.get(), w.diagonals.get() + rows - strip - STRIP);
   }
-  add_product(e, p.leading, w.values.get(), rows, columns, p.width, output);
+  add_product(e, p.leading, 1, w.values.get(), rows, columns, p.width, output);
 
   for (int64_t r = 0; r < count; r++) {
     float* out = results.output + (head * p.m + first + r) * p.d;
