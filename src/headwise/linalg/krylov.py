@@ -55,6 +55,7 @@ class Triplets:
     right: Tensor
     known: Tensor | None = None  # U^T P [V, V'], float64; None if P was decomposed in full
     block: int = 0  # columns of the start block
+    remainder: Tensor | None = None  # (*batch,), above ||D|| as `errors` are above the errors; None if there is no D
 
 
 def singular_values(
@@ -122,16 +123,17 @@ def singular_vectors(
     limits = _limits(shape, r, block, steps, accuracy, certificate)
     if shape[-1] <= 2 * block * limits.steps:
         x, values, yt = torch.linalg.svd(_whole(apply, shape, like), full_matrices=False)
-        spectrum, known, block = exact_spectrum(values, like.dtype, shape, r), None, 0
+        spectrum, known, block, delta = exact_spectrum(values, like.dtype, shape, r), None, 0, None
         left, right = x[..., :r], yt.mT[..., :r]
     else:
         fresh = gaussian_blocks(block, like, generator)
-        explored, (x, _, yt), spectrum = _run(apply, adjoint, shape, r, like, fresh, limits)
+        explored, (x, _, yt), spectrum, delta = _run(apply, adjoint, shape, r, like, fresh, limits)
         left, right = (
             (basis @ y[..., :r].to(basis.dtype)).double() for basis, y in ((explored.left, x), (explored.right, yt.mT))
         )
         known = explored.known
-    return Triplets(right, spectrum, left, known, block) if flipped else Triplets(left, spectrum, right, known, block)
+    left, right = (right, left) if flipped else (left, right)
+    return Triplets(left, spectrum, right, known, block, delta)
 
 
 @final
@@ -192,8 +194,8 @@ def _run(
     like: Tensor,
     fresh: Callable[[int], Tensor],
     limits: _Limits,
-) -> tuple[Explored, tuple[Tensor, Tensor, Tensor], Spectrum]:
-    """The explored part of P, its singular value decomposition, and the first r values with their bounds."""
+) -> tuple[Explored, tuple[Tensor, Tensor, Tensor], Spectrum, Tensor]:
+    """The explored part of P, its singular value decomposition, the first r values with their bounds, and delta."""
     *batch, m, n = shape
     forward = checked_map("singular_values", apply, like, (*batch, m))
     backward = checked_map("singular_values", adjoint, like, (*batch, n))
@@ -223,7 +225,7 @@ def _run(
             factor = torch.maximum(factor, delta / newest.clamp_min(TINY))
         found = spectrum(delta)
         if last or accurate(found):
-            return explored, svd, found
+            return explored, svd, found, delta
     raise AssertionError("the last step returns")
 
 

@@ -5,10 +5,10 @@ u_i found (P V V^T if P is wide), so P_r is a projection of P, and
 
     sigma_(r+1) <= ||P - P_r||_2 <= sqrt(s^2 + ||D||^2),
 
-s the (r+1)-th value found and D the part of P that the iteration has not explored, whose norm is estimated
-(`headwise.linalg.krylov`).  P_r is the best of all n x n matrices of rank r (Eckart & Young 1936), but no longer an
-attention: entries may be negative, rows need not sum to one, and a causal P has a P_r that is not causal: a triangular
-matrix with a nonzero diagonal has full rank.
+s the (r+1)-th value found and D the part of P that the iteration has not explored, whose norm is bounded but for a
+probability of 1e-9 (`headwise.linalg.krylov`).  P_r is the best of all n x n matrices of rank r (Eckart & Young 1936),
+but no longer an attention: entries may be negative, rows need not sum to one, and a causal P has a P_r that is not
+causal: a triangular matrix with a nonzero diagonal has full rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.errors import InputError, ShapeError
-from headwise.linalg.krylov import MARGIN, Triplets, singular_vectors
+from headwise.linalg.krylov import Triplets, singular_vectors
 from headwise.linalg.spectrum import Spectrum, rounding
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import Softmax
@@ -32,7 +32,7 @@ from headwise.shapes import is_generator, shown, whole_numbers
 @final
 @dataclass(frozen=True, eq=False)
 class LowRank(AttentionOperator):
-    """left diag(values) right^T, constants without gradients; `error` (*batch,) estimates ||P - P_r||_2 from above.
+    """left diag(values) right^T, constants without gradients; `error` (*batch,) bounds ||P - P_r||_2.
 
     `leading` has the r + 1 leading values of P (r if there are no more), each with its own error.
     """
@@ -93,7 +93,6 @@ def _error(found: Triplets, r: int, shape: torch.Size, dtype: torch.dtype) -> Te
     """sqrt(s^2 + ||D||^2) and rounding: the rows of P outside the span of U are D, those inside are known."""
     values = found.spectrum.values
     after = values[..., r] if values.shape[-1] > r else torch.zeros_like(values[..., 0])
-    if found.known is not None:
-        unexplored = MARGIN * torch.linalg.matrix_norm(found.known[..., -found.block :, :], 2)
-        after = torch.hypot(after, unexplored)
+    if found.remainder is not None:
+        after = torch.hypot(after, found.remainder)
     return after + rounding(dtype, shape, values[..., 0])
