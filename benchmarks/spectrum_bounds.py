@@ -7,9 +7,9 @@
 
 Random heads are softmax of Gaussian q and k with scores of standard deviation 1/8 ... 32: plain, causal, in a window,
 of low rank, with tied rows and keys, with a sink, and smooth; with 280 ... 460 queries and keys, in both precisions.
-Each is compared with its full decomposition in float64.  A row counts singular values; "ratio" is stated over true error
-where the true one is above 1e-6.  The last columns are the same bounds for the values of two steps earlier: no bound
-from the same products alone can be smaller (docs/explanation/spectrum-bounds.md), two further steps make it so.
+Each is compared with its full decomposition in float64.  A row counts singular values; "ratio" is stated over true
+error where the true one is above 1e-6.  The last columns are the same bounds for the values of two steps earlier: a
+smaller bound takes further products (docs/explanation/spectrum-bounds.md).
 """
 
 from __future__ import annotations
