@@ -5,11 +5,11 @@
     python -m benchmarks.spectrum_bounds --wide      three heads of n = 4096, 128 values, as `P.spectrum(128)` computes
     python -m benchmarks.spectrum_bounds --remainder   the bound of what is unexplored, by columns and steps
 
-Random heads are softmax of Gaussian q and k with scores of standard deviation 1/8 ... 32: plain, causal, in a window, of
-low rank, with tied rows and keys, with a sink, and smooth; with 280 ... 460 queries and keys, in both precisions.  Each
-is compared with its full decomposition in float64.  A row counts singular values; "ratio" is stated over true error
-where the true one is above 1e-6.  The last columns are the same bounds for the values of two steps earlier: no bound
-from the same products alone can be smaller (docs/explanation/spectrum-bounds.md), two further steps make it so.
+Random heads are softmax of Gaussian q and k with scores of standard deviation 1/8 ... 32: plain, causal, in a window,
+of low rank, with tied rows and keys, with a sink, and smooth; with 280 ... 460 queries and keys, in both precisions.
+Each is compared with its full decomposition in float64.  A row counts singular values; "ratio" is stated over true
+error where the true one is above 1e-6.  The last columns are the same bounds for the values of two steps earlier: a
+smaller bound takes further products (docs/explanation/spectrum-bounds.md).
 """
 
 from __future__ import annotations
@@ -199,8 +199,9 @@ def wide(n: int) -> int:
         off = (true - found.values).abs()
         below += int((off > found.errors).sum())
         print(
-            f"n = {n}, scores of standard deviation {sharpness:g}: {spent:.2f} s of processor time, {free:.2f} s without "
-            f"bounds; 8 values to 1e-2 sigma_1 in {stopped:.2f} s, true error {(true[:8] - early.values).max() / true[0]:.0e}"
+            f"n = {n}, scores of standard deviation {sharpness:g}: {spent:.2f} s of processor time, {free:.2f} s "
+            f"without bounds; 8 values to 1e-2 sigma_1 in {stopped:.2f} s, "
+            f"true error {(true[:8] - early.values).max() / true[0]:.0e}"
         )
         for i in (8, 32, 64, 96, 128):
             print(

@@ -62,7 +62,9 @@ def test_what_is_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert measured_fidelity(layers, kept) == measure_fidelity(layers[:1])
     whole = measure_fidelity(layers)
     built: list[object] = []
-    monkeypatch.setattr("headwise.bench.fidelity.softmax", lambda q, k, **mask: built.append(q) or softmax(q, k, **mask))
+    monkeypatch.setattr(
+        "headwise.bench.fidelity.softmax", lambda q, k, **mask: built.append(q) or softmax(q, k, **mask)
+    )
     assert measure_fidelity(layers, kept=Kept(tmp_path / "fidelity.jsonl", {})) == whole
     assert len(built) == 2  # exact attention of the second layer alone, causal and not
     out = ["fidelity", "--n", "64", "-o", str(tmp_path / "out")]

@@ -144,9 +144,7 @@ class _Limits:
     certificate: int
 
 
-def _limits(
-    shape: Sequence[int], r: int, block: int, steps: int | None, accuracy: float, certificate: int
-) -> _Limits:
+def _limits(shape: Sequence[int], r: int, block: int, steps: int | None, accuracy: float, certificate: int) -> _Limits:
     """When the iteration ends, after checking all numbers."""
     whole_numbers(
         "singular_values", least=0, r=r, block=block, steps=1 if steps is None else steps, certificate=certificate

@@ -1,4 +1,4 @@
-"""sigma_1 >= sigma_2 >= ... of P, with an error estimate for each: the result of a matrix-free computation."""
+"""sigma_1 >= sigma_2 >= ... of P, with an error bound for each: the result of a matrix-free computation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from headwise.shapes import all_finite, no_empty_axis, same_kind
 class Spectrum:
     """The leading singular values sigma_1 >= ... >= sigma_r of a batch of m x n matrices.
 
-    `errors` estimates |sigma_i - values_i| for each index; `residuals` is weaker and needs no assumption: P has *some*
-    singular value within residuals_i of values_i.  `headwise.linalg.krylov` explains both.  Effective rank, stable rank
-    and energy of a spectrum are in `headwise.linalg.ranks`.  An operator that knows ||P||_F adds it with
-    `dataclasses.replace(spectrum, frobenius=...)`.
+    `errors` bounds |sigma_i - values_i| for each index, but for a probability of 1e-9 over the random start of the
+    computation; infinite if no bound was computed.  `residuals` needs no such exception and is weaker: P has *some*
+    singular value within residuals_i of values_i.  docs/explanation/spectrum-bounds.md derives both.
+    Effective rank, stable rank and energy of a spectrum are in `headwise.linalg.ranks`.  An operator that knows ||P||_F
+    adds it with `dataclasses.replace(spectrum, frobenius=...)`.
     """
 
     values: Tensor  # (*batch, r) descending, float64

@@ -156,8 +156,9 @@ def token_weights(
     second_half  mean over the queries of the second half only, among those that have such a key
     """
     h, _, n = scores.shape
-    mass, keys = log_sum_exp.new_zeros(h, 3, n), log_sum_exp.new_zeros(h, 3, n)
     q, k, mask = scores.q.float() * scores.scale, scores.k.float(), scores.mask
+    masks = 1 if mask.visible is None or mask.visible.dim() < 3 else h  # heads that share what is hidden are one
+    mass, keys = log_sum_exp.new_zeros(h, 3, n), log_sum_exp.new_zeros(masks, 3, n)
     j, chosen = None, k
     for pairs in places.pairs(entries // (3 * h), mask.ahead):
         i, width = pairs.i, pairs.j.shape[-1] // 3
@@ -171,12 +172,13 @@ def token_weights(
         place, real = i[pairs.real], pairs.real
         mass[..., place] = p.unflatten(-1, (3, width)).sum(-1)[:, real].mT
         count = width - hidden.unflatten(-1, (3, width)).sum(-1)
-        keys[..., place] = count.float().expand(h, *i.shape, 3)[:, real].mT
+        keys[..., place] = count.float().expand(masks, *i.shape, 3)[:, real].mT
     visible = mask.counts().clamp(min=1)
     if second_half:
         mass, keys, visible = mass[..., n // 2 :], keys[..., n // 2 :], visible[..., n // 2 :]
     queries = (keys > 0).sum(-1).double()
     means = (mass.double().sum(-1) / queries, (keys / visible.unsqueeze(-2)).double().sum(-1) / queries)
+    means = tuple(mean.expand(h, 3) for mean in means)
     return TokenWeights(*({name: mean[:, at] for at, name in enumerate(PATTERNS)} for mean in means))
 
 
