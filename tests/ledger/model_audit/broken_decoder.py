@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
 
-    def forward(self, x: Tensor, visible: Tensor, rotate: Any, rotate_all: Any, memory: Memory | None) -> Tensor:
+    def forward(self, x: Tensor, visible: Tensor, rotate: Any, memory: Memory | None) -> Tensor:
         bug = self.bug
         h = self.norm_1(x)
         q, k, v = (
@@ -121,7 +121,7 @@ class SmallDecoder(PreTrainedModel):
             visible = visible & (keys > places[:, None] - width)
         rotate = (lambda h: h) if self.is_absolute else (lambda h: rotated(h, position_ids))
         for layer in self.layers:
-            x = layer(x, visible, rotate, None, memory)
+            x = layer(x, visible, rotate, memory)
         x = self.norm(x)
         if bug == "NaN":
             x = x.masked_fill(x > 2.5, torch.nan)

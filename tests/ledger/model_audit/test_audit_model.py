@@ -127,6 +127,26 @@ def test_a_plain_module_with_a_batch(batch_first: bool) -> None:
     assert "which is right unless" in audit[PERTURBATION].sentence
 
 
+def test_a_config_does_not_make_a_model_of_transformers() -> None:
+    class Configured(nn.Module):
+        """Tokens in an argument of its own, as in many small code bases."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = {"layers": 2}
+            self.embed, self.encoder = nn.Embedding(50, 16), encoder()
+
+        def forward(self, idx: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(idx.shape[1])
+            return self.encoder(self.embed(idx), mask=mask)
+
+    torch.manual_seed(0)
+    audit = headwise.verify(Configured().eval(), [torch.randint(50, (3, 9))], causal=True)
+    assert audit.violated == ()
+    for name in (PERTURBATION, GRADIENT, FORMS, ROWS, BATCH):
+        assert standing(audit, name) == "kept", audit[name]
+
+
 class Causal(nn.Module):
     """An encoder of torch with a mask, which an option leaves out."""
 

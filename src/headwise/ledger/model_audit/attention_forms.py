@@ -25,7 +25,7 @@ FORMS, ROWS = "eager = sdpa", "rows of P sum to one"
 
 def check_forms(audited: AuditedModel) -> Promise:
     """transformers' two implementations agree; for other models, torch's fused function and the formula."""
-    if audited.config is None:
+    if not audited.is_transformers:
         calls = 0
 
         def formula(site: str, function: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:

@@ -69,16 +69,17 @@ class AuditedModel:
         self.batch, self.is_positional = _as_mapping(batch, inspect.signature(model.forward).parameters)
         self.arguments = _arguments(model)
         self.config = getattr(model, "config", None)
-        self.raw = self.call(self.batch)
+        with torch.no_grad():
+            self.raw = self.call(self.batch)
         reference = main_output(self.raw, model)
-        self._batch_axes = self._find_batch_axes(batch)
+        self._batch_axes = self._find_batch_axes()
         sizes = {
             x.shape[self._batch_axes[name]] for name, x in self.batch.items() if self._batch_axes[name] is not None
         }
         if len(sizes) != 1:
             raise InputError(f"{self.name}: the tensors of a batch hold {sorted(sizes)} sequences; give one number")
         (self.sequences,) = sizes
-        self._output_axis = self._find_output_axis(reference, batch)
+        self._output_axis = self._find_output_axis(reference)
         self.reference = self.by_sequence(reference)
         self.scale = self.reference.abs().amax().item() or 1.0
         self.tokens = self._find_tokens(reference)
@@ -86,6 +87,11 @@ class AuditedModel:
     @property
     def name(self) -> str:
         return type(self.model).__name__
+
+    @property
+    def is_transformers(self) -> bool:
+        """Whether it is a model of transformers, which others with a config are not."""
+        return hasattr(self.model, "main_input_name")
 
     @property
     def has_decoder(self) -> bool:
@@ -213,9 +219,9 @@ class AuditedModel:
 
     # ---- what its tensors are ----
 
-    def _find_batch_axes(self, batch: Any) -> dict[str, int | None]:
+    def _find_batch_axes(self) -> dict[str, int | None]:
         """name -> the axis that counts sequences."""
-        if self.config is not None or not isinstance(batch, (Tensor, list, tuple, Mapping)):
+        if self.is_transformers:
             return {name: 0 if isinstance(x, Tensor) and x.dim() else None for name, x in self.batch.items()}
         given = list(self.batch.values()) if self.is_positional else self.batch
         cut = first_sequence(self.model, given)
@@ -227,7 +233,7 @@ class AuditedModel:
         found = {n: a if known else 0 for n, a in zip(names, axes, strict=True)}
         return {name: found.get(name) for name in self.batch}
 
-    def _find_output_axis(self, reference: Tensor, batch: Any) -> int:
+    def _find_output_axis(self, reference: Tensor) -> int:
         """Which axis of the output counts sequences."""
         if self.sequences == 1 or reference.dim() < 2:
             return next((axis for axis in self._batch_axes.values() if axis is not None), 0)
