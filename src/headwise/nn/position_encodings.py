@@ -38,7 +38,10 @@ class PositionEncoding(nn.Module):
         return None
 
     def terms(self, offsets: Tensor, reach: Sequence[int]) -> tuple[Tensor | None, Tensor | None]:
-        """r_d and s_d for offsets (t, D) in whole cells, at most `reach` along each axis; None is zero."""
+        """r_d and s_d for offsets (t, D) in whole cells, at most `reach` along each axis; None is zero.
+
+        With content, either both or none.
+        """
         return None, None
 
 

@@ -145,14 +145,11 @@ class RelativeAttention(MapAttention):
         rows = rows if shared is None else rows + shared
         c = self._split(self.key(rows))
         a = self._split(self.query(rows[:, self._query_cells(padded, queries, x.device)]))
-        by_difference = None  # (b, h, m, t)
-        if r is not None:
-            by_difference = a @ r.mT.to(a.dtype) / math.sqrt(self.key_width)
-        if s is not None:
-            s = s.unsqueeze(-2).to(a.dtype)
-            by_difference = s.expand(*s.shape[:-2], a.shape[-2], -1) if by_difference is None else by_difference + s
         bias = None
-        if by_difference is not None:
+        if r is not None and s is not None:
+            # one product for both terms, before the differences are spread over the pairs
+            scaled = torch.nn.functional.pad(a / math.sqrt(self.key_width), (0, 1), value=1.0)
+            by_difference = scaled @ torch.cat([r, s.unsqueeze(-1)], dim=-1).mT.to(a.dtype)  # (b, h, m, t)
             bias = by_difference.gather(-1, index.expand(*by_difference.shape[:-2], *index.shape))
         return softmax(a + self.u.unsqueeze(-2).to(a.dtype), c, attn_bias=bias, **masks)
 
@@ -176,14 +173,14 @@ class RelativeAttention(MapAttention):
         return scores + self._encoding_cost(padded, queries) + mixing
 
     def _encoding_cost(self, padded: Sequence[int], queries: Sequence[int]) -> Cost:
-        """r_d = e_d W~_k, s_d = v . r_d and a . r_d, for all t differences d."""
+        """r_d = e_d W~_k, s_d = v . r_d and a . r_d + s_d, for all t differences d."""
         weight = getattr(self.encoding, "weight", None)
         if weight is None:
             return Cost(0)
         g, h, k = self.geometry, self.heads, self.key_width
         t = math.prod([side + s * (q - 1) for side, s, q in zip(padded, g.stride, queries, strict=True)])
         work = t * weight.shape[-2] * h * k + (0 if isinstance(self.encoding, QuadraticEncoding) else t * h * k)
-        return Cost(work + (h * math.prod(queries) * t * k if self.content else 0), h * t * k)
+        return Cost(work + (h * math.prod(queries) * t * (k + 1) if self.content else 0), h * t * k)
 
     def _split(self, y: Tensor) -> Tensor:
         """(b, n, h k) -> (b, h, n, k)"""
