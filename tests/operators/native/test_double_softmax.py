@@ -1,5 +1,5 @@
 """Both forms of the double softmax by the compiled kernels: the contract again, values and gradients against the twins
-in float64, lengths around blocks, masks, threads, bfloat16, keys that rise far, second derivatives, torch's own checks."""
+in float64, lengths around blocks, masks, threads, bfloat16, keys that rise far, second derivatives, opcheck."""
 
 from __future__ import annotations
 

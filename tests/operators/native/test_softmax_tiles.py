@@ -49,7 +49,7 @@ def test_contract(case: Case, check: str, calls: list[int], monkeypatch: pytest.
 @pytest.mark.parametrize("m, n", [(32, 32), (70, 300), (300, 70), (129, 129)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_long_enough_sequences(m: int, n: int, causal: bool, dtype: torch.dtype, calls: list[int]) -> None:
-    """Values and gradients against the twin, keys of other width than values, a key head for two query heads, padding."""
+    """Values and gradients against the twin, values of another width, two query heads to a key head, padding."""
     q = normal(2, 4, m, 5, seed=0, dtype=dtype).requires_grad_()
     k, v = (normal(2, 2, n, width, seed=width, dtype=dtype).requires_grad_() for width in (5, 7))
     key_mask = torch.arange(n) < torch.tensor([[n], [n - 9]])
@@ -58,7 +58,8 @@ def test_long_enough_sequences(m: int, n: int, causal: bool, dtype: torch.dtype,
     doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
     keys, twins = (x.repeat_interleave(2, dim=1) for x in doubles[1:])
     expected = references.softmax(doubles[0], keys, causal=causal, key_mask=key_mask[:, None]) @ twins
-    assert calls and out.dtype == dtype
+    assert calls
+    assert out.dtype == dtype
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-11, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
     pull = normal(*out.shape, seed=4)

@@ -1,8 +1,8 @@
 """S = s Q K^T + attn_bias under a mask: the scores a softmax is taken of, never formed whole.
 
 `attend` uses the compiled tiles of `key_patterns` where they are usable and known to be faster, otherwise torch's fused
-kernel; `attend_with_lse` uses torch's and returns the log-sum-exp of every row as well, which is all that entropy, norms
-and the transpose of P need.
+kernel; `attend_with_lse` uses torch's and returns the log-sum-exp of every row as well, which is all that entropy,
+norms and the transpose of P need.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def attend(scores: Scores, v: Tensor) -> Tensor:
 
 
 def _tiles_usable(scores: Scores, v: Tensor) -> bool:
-    """Whether the mask is one that the tiles know, and nothing else wants to see or to change a call of torch's kernel."""
+    """Whether the tiles know the mask, and no TorchFunctionMode wants to see a call of torch's kernel."""
     mask = scores.mask
     return (
         min(scores.m, scores.n) >= limits.TILES_FROM
