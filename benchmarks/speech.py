@@ -5,9 +5,10 @@
 
 The encoder attends over 1500 frames (30 s, mostly silence here).  Sentences of the novel that ships are spoken by
 espeak-ng; test sentences and test voices are not among those fitted.  All 24 heads become the same operator, whose
-parameters (if it has any) are fitted, layer by layer, to the outputs of the exact heads.
+parameters (if it has any) are fitted, layer by layer, to the outputs of the exact heads at the frames that are spoken.
 
-    features   ||encoder output - exact one||_F / ||exact one||_F, mean over test recordings and standard error
+    features   ||encoder output - exact one||_F / ||exact one||_F over spoken frames, mean over test recordings and
+               standard error
     words      word error rate of greedy decoding against the sentence, pooled over test recordings
     attention  processor time of one layer's attention over torch's exact attention, one thread, median of rounds
 
@@ -52,6 +53,7 @@ START, NO_TIMESTAMPS, END = 50257, 50362, 50256
 RATE = 16000
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q, k, v), each (1, heads, n, d), with the scale inside q -> (1, heads, n, d)"""
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class Fitted(nn.Module):
@@ -117,6 +119,7 @@ class Recording:
     sentence: str
     voice: str
     features: Tensor
+    frames: int  # spoken ones of the encoder's 1500, 50 a second; the rest is silence
 
 
 @final
@@ -144,7 +147,7 @@ class Recogniser:
         self.extractor = transformers.WhisperFeatureExtractor(feature_size=80)
         self.layers = [layer.self_attn for layer in body.encoder.layers]
         self.instead: dict[nn.Module, Attention] = {}
-        self.captured: dict[nn.Module, list[tuple[Tensor, Tensor, Tensor]]] | None = None
+        self.captured: dict[nn.Module, list[QKV]] | None = None
         transformers.AttentionInterface.register("speech_benchmark", self._attention)
         masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
         transformers.AttentionMaskInterface.register("speech_benchmark", masks["sdpa"])
@@ -174,7 +177,7 @@ class Recogniser:
         finally:
             self.instead = {}
 
-    def capture(self, recordings: Sequence[Recording]) -> dict[nn.Module, list[tuple[Tensor, Tensor, Tensor]]]:
+    def capture(self, recordings: Sequence[Recording]) -> dict[nn.Module, list[QKV]]:
         """The queries, keys and values of every encoder layer of the exact model."""
         self.captured = captured = {layer: [] for layer in self.layers}
         try:
@@ -242,28 +245,29 @@ def speak(recogniser: Recogniser, texts: Sequence[str], voices: Sequence[str]) -
     with tempfile.TemporaryDirectory() as directory:
         for i, text in enumerate(texts):
             voice, path = voices[i % len(voices)], Path(directory) / f"{i}.wav"
-            subprocess.run([program, "-v", voice, "-s", "150", "-w", str(path), text], check=True)
+            subprocess.run([program, "-v", voice, "-s", "130", "-w", str(path), text], check=True)
             samples = read_audio(path, RATE).numpy()
             features = recogniser.extractor(samples, sampling_rate=RATE, return_tensors="pt")["input_features"]
-            recordings.append(Recording(text, voice, features))
+            recordings.append(Recording(text, voice, features, min(1500, 50 * len(samples) // RATE)))
     return recordings
 
 
-def fit(attention: nn.Module, samples: Sequence[tuple[Tensor, Tensor, Tensor]], steps: int) -> None:
-    """Adam on the mean over heads of ||attention - exact||_F^2 / ||exact||_F^2, one recording a step."""
+def fit(attention: nn.Module, samples: Sequence[QKV], recordings: Sequence[Recording], steps: int) -> None:
+    """Adam on ||attention - exact||_F^2 / ||exact||_F^2 at spoken frames, mean over heads, one recording a step."""
     optimizer = torch.optim.Adam(attention.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
         q, k, v = samples[step % len(samples)]
-        target = exact(q, k, v)
-        off = (attention(q, k, v) - target).square().sum((-2, -1)) / target.square().sum((-2, -1))
+        spoken = slice(recordings[step % len(samples)].frames)
+        target = exact(q, k, v)[..., spoken, :]
+        off = (attention(q, k, v)[..., spoken, :] - target).square().sum((-2, -1)) / target.square().sum((-2, -1))
         optimizer.zero_grad()
         off.mean().backward()
         optimizer.step()
         schedule.step()
 
 
-def relative_time(attention: Attention, sample: tuple[Tensor, Tensor, Tensor], rounds: int = 9) -> float:
+def relative_time(attention: Attention, sample: QKV, rounds: int = 9) -> float:
     """Processor time over that of exact attention, in turns on one thread; the median of the ratios."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -293,7 +297,7 @@ def measure(recogniser: Recogniser, fitting: Sequence[Recording], test: Sequence
         for layer in recogniser.layers:
             attention = candidates(heads, n, d)[name]
             if isinstance(attention, nn.Module):
-                fit(attention, captured[layer], steps)
+                fit(attention, captured[layer], fitting, steps)
             installed[layer] = attention
         ratio = relative_time(installed[recogniser.layers[0]], sample)
         rows.append(_row(recogniser, name, installed, test, clean, ratio))
@@ -312,7 +316,8 @@ def _row(
     for recording, before in zip(test, clean, strict=True):
         with recogniser.replaced(installed), torch.no_grad():
             after = recogniser.encode(recording)
-        drifts.append(float((after - before).norm() / before.norm()))
+        off = (after - before)[:, : recording.frames]
+        drifts.append(float(off.norm() / before[:, : recording.frames].norm()))
         said = words(recording.sentence)
         errors += word_errors(words(recogniser.transcribe(after)), said)
         spoken += len(said)
