@@ -317,7 +317,7 @@ def draw(epochs: Sequence[Sequence[Mapping[str, Any]]], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Circle
 
-    figure = Figure(figsize=(2.4 * LAYERS, 5.2), layout="constrained")
+    figure = Figure(figsize=(2.4 * LAYERS, 5.4), layout="compressed")
     axes = figure.subplots(2, LAYERS, sharex=True, sharey=True)
     for row, (when, layers) in enumerate((("start", epochs[0]), (f"epoch {len(epochs) - 1}", epochs[-1]))):
         for column, heads in enumerate(layers):
