@@ -86,9 +86,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """What the general recipe of `small` gets wrong for a family."""
 
 
-ROBERTA = (
-    "positions are counted from the padding tokens in input_ids; those of the prompt are forgotten once it is cached"
-)
+ROBERTA = "positions skip padding within one call, but go on from the length of the cache, padding included"
 EXPLAINED: dict[str, tuple[set[str], str]] = {
     "bamba": (
         {BY_TOKEN, BY_CHUNK, AFTER_PADDING},
