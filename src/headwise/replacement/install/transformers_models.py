@@ -58,8 +58,17 @@ def install(model: Any, plan: Plan) -> nn.Module:
             raise UnsupportedError(f"{name}: was rewritten already; rewrite the original model")
         like = next(module.parameters(), next(model.parameters()))
         module.add_module(interface.NAME, heads.to(device=like.device, dtype=model.dtype).train(model.training))
-        sites[name] = {"width": heads.width, "heads": [choice.to_dict() for choice in choices]}
-    model.config.headwise = {"version": INSTALLED_VERSION, "length": plan.length, "sites": sites}
+        sites[name] = {
+            "width": heads.width,
+            "heads": [choice.to_dict() for choice in choices],
+            "exact_below": plan.exact_below.get(site, 0),
+        }
+    model.config.headwise = {
+        "version": INSTALLED_VERSION,
+        "length": plan.length,
+        "beyond": plan.beyond,
+        "sites": sites,
+    }
     model.__class__ = rewritten_class(type(model))
     model.set_attn_implementation(interface.NAME)
     return model
