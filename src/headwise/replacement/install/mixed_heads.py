@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.errors import ShapeError
+from headwise.errors import ShapeError, UnsupportedError
 from headwise.operators._kernels import key_patterns, limits
 from headwise.operators._kernels.key_patterns import KeyPattern
 from headwise.operators._kernels.queries_keys import repeat_heads
@@ -93,7 +93,12 @@ class MixedHeads(nn.Module):
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
     >>> heads(q, k, v, scale=0.5).shape
     torch.Size([1, 2, 8, 4])
+
+    Below `exact_below` keys, and beyond `length` keys, a model runs its original attention (`beyond` may be "refuse").
     """
+
+    exact_below = 0
+    beyond = "exact"
 
     def __init__(
         self,
@@ -121,6 +126,28 @@ class MixedHeads(nn.Module):
     def replaced(self) -> tuple[int, Choice] | None:
         """The first head that is not softmax, and its choice; None if nothing is replaced."""
         return next(((i, choice) for i, choice in enumerate(self.choices) if choice.kind != "softmax"), None)
+
+    def runs_exact(self, n: int) -> bool:
+        """Whether attention to n keys is that of the original model; UnsupportedError if the plan refuses it."""
+        if self.replaced is None or self.exact_below <= n <= self.length:
+            return False
+        if n > self.length and self.beyond == "refuse":
+            head, choice = self.replaced
+            raise UnsupportedError(
+                f"head {head} is {choice}, planned for at most {self.length} keys, but there are {n}, and the plan "
+                'says beyond = "refuse"; shorten the input, plan for a greater length, or set beyond to "exact"'
+            )
+        return True
+
+    def part(self, heads: slice | Sequence[int]) -> MixedHeads:
+        """Some of the heads, with copies of their learned tensors."""
+        index = range(len(self.choices))[heads] if isinstance(heads, slice) else heads
+        part = MixedHeads([self.choices[i] for i in index], self.width, self.length)
+        like = next(self.parameters(), None)
+        part = part if like is None else part.to(like.device, like.dtype)
+        for place, head in enumerate(index):
+            part.load_head(place, self.head_parameters(head))
+        return part
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, causal: bool = False, scale: float

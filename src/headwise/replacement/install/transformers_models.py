@@ -56,6 +56,7 @@ def install(model: Any, plan: Plan) -> nn.Module:
         module, heads = model.get_submodule(name), plan.mixed_heads(site)
         if hasattr(module, interface.NAME):
             raise UnsupportedError(f"{name}: was rewritten already; rewrite the original model")
+        heads.exact_below, heads.beyond = plan.exact_below.get(site, 0), plan.beyond
         like = next(module.parameters(), next(model.parameters()))
         module.add_module(interface.NAME, heads.to(device=like.device, dtype=model.dtype).train(model.training))
         sites[name] = {
@@ -90,6 +91,7 @@ def rewritten_class(base: type) -> type:
                 if name not in modules:
                     raise InputError(f"config.json: headwise: {base.__name__} has no module {name!r}")
                 heads = MixedHeads(choices, plan["sites"][name]["width"], plan["length"])
+                heads.exact_below, heads.beyond = plan["sites"][name]["exact_below"], plan["beyond"]
                 modules[name].add_module(interface.NAME, heads)
             self.set_attn_implementation(interface.NAME)
 
@@ -109,11 +111,20 @@ def rewritten_class(base: type) -> type:
             _check_cache(self, kwargs)
             return super().generate(*args, **kwargs)
 
+        def _prepare_cache_for_generation(self, settings: Any, inputs: dict, *others: Any) -> None:
+            """A HeadCache where transformers makes a DynamicCache."""
+            given = inputs.get("past_key_values")
+            super()._prepare_cache_for_generation(settings, inputs, *others)
+            if given is None and inputs.get("past_key_values") is not None:
+                inputs["past_key_values"] = _head_cache(self, inputs["past_key_values"], longest=others[-1])
+                if settings.is_assistant:
+                    inputs["past_key_values"].activate_past_recording()
+
         def __reduce__(self) -> tuple[Any, ...]:
             return _blank, (base,), self.__dict__  # the class is generated, so it cannot be imported
 
     if not hasattr(base, "generate"):
-        del Rewritten.generate
+        del Rewritten.generate, Rewritten._prepare_cache_for_generation
     Rewritten.__name__ = Rewritten.__qualname__ = f"{PREFIX}{base.__name__}"
     Rewritten.__doc__ = f"{base.__name__} with some heads replaced by headwise."
     return Rewritten
@@ -189,6 +200,20 @@ def _check_interface(model: Any, plan: Plan) -> None:
                 f"{site}: {type(module).__name__} of {name} does not call transformers' attention interface, so its "
                 "heads cannot be replaced"
             )
+
+
+def _head_cache(model: Any, usual: Any, longest: int) -> Any:
+    """A HeadCache in place of a DynamicCache; `longest` is the number of keys that may come."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    from headwise.replacement.install.head_cache import HeadCache
+
+    if isinstance(usual, EncoderDecoderCache):
+        usual.self_attention_cache = _head_cache(model, usual.self_attention_cache, longest)
+    if type(usual) is not DynamicCache or usual.offloading:
+        return usual
+    plan = model.config.headwise
+    return HeadCache(model, keep_all=longest > plan["length"] and plan["beyond"] == "exact")
 
 
 def _check_cache(model: Any, options: dict[str, Any]) -> None:
