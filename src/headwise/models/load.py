@@ -215,6 +215,8 @@ def _model_class(config: Any, with_head: bool) -> Any:
     named = next(iter(getattr(config, "architectures", None) or ()), None)
     # some, such as an encoder and a decoder put together, have no class without a head
     with_head = with_head or type(config) not in transformers.AutoModel._model_mapping
+    if with_head and named is None and type(config) in transformers.AutoModelForCausalLM._model_mapping:
+        return transformers.AutoModelForCausalLM  # a GGUF file, which names no class, holds a language model
     cls = getattr(transformers, named, None) if with_head and isinstance(named, str) else None
     return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else transformers.AutoModel
 

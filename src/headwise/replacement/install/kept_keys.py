@@ -12,7 +12,7 @@ same are a block: one tensor, and one call for all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +78,7 @@ class KeyRing:
         self.leading = max(each.leading for each in reaches)
         self.ring = min(UNBOUNDED, max(each.width for each in reaches) + spare)
         self.capacity = min(UNBOUNDED, self.leading + self.ring)
+        self.alike = not spare and len(set(reaches)) == 1
         self.highest = 0  # positions written so far
         self.keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[-1]) for x in (k, v))
 
@@ -86,8 +87,8 @@ class KeyRing:
         if new.n - new.before == 1:
             self.write(k, v, new)
             used = min(new.n, self.capacity)
-            keys, values = self.keys[:, :, :used], self.values[:, :, :used]
-            if new.keep is None and not self.spare and len(set(self.reaches)) == 1:  # every slot is visible
+            keys, values = self.keys.narrow(2, 0, used), self.values.narrow(2, 0, used)
+            if new.keep is None and self.alike:  # every slot is visible
                 return _shared_keys(q, keys, values, None, new.scale)
             return _shared_keys(
                 q, keys, values, self._visible(self.positions(new, new.n), new, new.before, 1), new.scale
@@ -109,7 +110,10 @@ class KeyRing:
         before, n = new.before, new.n
         self._grow(n)
         for stored, x in ((self.keys, k), (self.values, v)):
-            if n <= self.capacity:
+            if n - before == 1:
+                slot = before if n <= self.capacity else self.leading + (before - self.leading) % self.ring
+                stored.select(2, slot).copy_(x.select(2, 0))
+            elif n <= self.capacity:
                 stored[:, :, before:n] = x
             else:
                 kept = torch.arange(before, n, device=x.device)
@@ -274,7 +278,7 @@ class LayerPast:
         self.heads, self.keep_all, self.spare = heads, keep_all, spare
         self.count = 0
         self.whole: AllKeys | None = None
-        self.blocks: list[tuple[Heads, Heads, Block]] = []  # key heads, query heads, their past
+        self.blocks: list[tuple[KeyHeads, Block]] = []
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, new: NewKeys, original: Callable[[Tensor, Tensor], Tensor]
@@ -313,11 +317,13 @@ class LayerPast:
                 "start, or plan for a greater length"
             )
         if len(self.blocks) == 1:
-            return self.blocks[0][2].attend(q, k, v, new)
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        for own_keys, own_queries, block in self.blocks:
-            out[:, own_queries] = block.attend(q[:, own_queries], k[:, own_keys], v[:, own_keys], new)
-        return out
+            return self.blocks[0][1].attend(q, k, v, new)
+        grouped = q.unflatten(1, (k.shape[1], -1))  # (b, g, queries of a key head, m, k)
+        out = q.new_empty(*grouped.shape[:-1], v.shape[-1])
+        for own, block in self.blocks:
+            part = grouped[:, own]
+            out[:, own] = block.attend(part.flatten(1, 2), k[:, own], v[:, own], new).view(*part.shape[:-1], -1)
+        return out.flatten(1, 2)
 
     def _open(self, k: Tensor, v: Tensor, new: NewKeys, *, whole: bool) -> None:
         """Start with the keys and values of new.n positions."""
@@ -326,8 +332,12 @@ class LayerPast:
             self.whole = AllKeys(self.heads, k, v)
             self.whole.write(k, v, new)
             return
-        for choices, own_keys, own_queries in _blocks(self.heads.choices, k.shape[1]):
-            parts = k[:, own_keys], v[:, own_keys]
+        shared = len(self.heads.choices) // k.shape[1]
+        for members in _blocks(self.heads.choices, k.shape[1]):
+            queries = [g * shared + i for g in members for i in range(shared)]
+            choices = [self.heads.choices[i] for i in queries]
+            own = _indices(members, k.device)
+            parts = k[:, own], v[:, own]
             reaches = [reach(choice) for choice in choices]
             block: Block
             if all(reaches):
@@ -335,9 +345,9 @@ class LayerPast:
             elif choices[0].definition.features is not None and len(set(choices)) == 1:
                 block = RunningSums(choices[0], *parts)
             else:
-                block = AllKeys(self.heads.part(own_queries), *parts)
+                block = AllKeys(self.heads.part(queries), *parts)
             block.write(*parts, new)
-            self.blocks.append((own_keys, own_queries, block))
+            self.blocks.append((own, block))
 
     def crop(self, count: int) -> None:
         """Take back the positions from `count` on; UnsupportedError, and nothing changed, if that cannot be done."""
@@ -362,15 +372,15 @@ class LayerPast:
         return [x for block in self._parts() for x in block.tensors]
 
     def _parts(self) -> list[Block]:
-        return [self.whole] if self.whole is not None else [block for _, _, block in self.blocks]
+        return [self.whole] if self.whole is not None else [block for _, block in self.blocks]
 
 
-Heads = slice | list[int]
-"""Indices of heads; a slice if they are consecutive, which is a view."""
+KeyHeads = slice | Tensor
+"""Indices of key heads; a slice, which is a view, if they are at equal distances."""
 
 
-def _blocks(choices: Sequence[Choice], key_heads: int) -> Iterator[tuple[list[Choice], Heads, Heads]]:
-    """(choices of the query heads, key heads, query heads) of every block."""
+def _blocks(choices: Sequence[Choice], key_heads: int) -> list[list[int]]:
+    """The key heads of every block."""
     shared = len(choices) // key_heads
     members: dict[tuple[Any, ...], list[int]] = {}
     for g in range(key_heads):
@@ -381,13 +391,13 @@ def _blocks(choices: Sequence[Choice], key_heads: int) -> Iterator[tuple[list[Ch
         else:  # sums of equal features, or all keys for any operator
             key = (own[0],) if len(set(own)) == 1 and own[0].definition.features is not None else ("all",)
         members.setdefault(key, []).append(g)
-    for heads in members.values():
-        queries = [g * shared + i for g in heads for i in range(shared)]
-        yield [choices[i] for i in queries], _indices(heads), _indices(queries)
+    return list(members.values())
 
 
-def _indices(heads: list[int]) -> Heads:
-    return slice(heads[0], heads[-1] + 1) if heads[-1] - heads[0] + 1 == len(heads) else heads
+def _indices(heads: list[int], device: torch.device) -> KeyHeads:
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    even = heads == list(range(heads[0], heads[-1] + 1, step))
+    return slice(heads[0], heads[-1] + 1, step) if even else torch.tensor(heads, device=device)
 
 
 def _shared_keys(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
@@ -396,4 +406,4 @@ def _shared_keys(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale:
     if visible is not None and shared > 1:
         visible = visible.expand(-1, q.shape[1], -1, -1).unflatten(1, (-1, shared)).flatten(2, 3)
     rows = q.reshape(len(q), k.shape[1], shared * m, q.shape[-1])
-    return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible, scale=scale).reshape(*q.shape[:3], v.shape[-1])
+    return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible, scale=scale).reshape(*q.shape[:3], -1)

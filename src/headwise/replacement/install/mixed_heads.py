@@ -112,6 +112,8 @@ class MixedHeads(nn.Module):
         if not choices:
             raise ShapeError("MixedHeads: needs a choice for at least one head, got none")
         self.choices, self.width, self.length = tuple(choices), width, length
+        # the first head that is not softmax, and its choice; None if nothing is replaced
+        self.replaced = next(((i, each) for i, each in enumerate(self.choices) if each.kind != "softmax"), None)
         members: dict[tuple[Choice, int], list[int]] = {}
         run = 0
         for head, choice in enumerate(self.choices):
@@ -121,11 +123,6 @@ class MixedHeads(nn.Module):
         self.groups = nn.ModuleList(HeadGroup(choice, heads, width, length) for (choice, _), heads in members.items())
         for head, tensors in (fitted or {}).items():
             self.load_head(head, tensors)
-
-    @property
-    def replaced(self) -> tuple[int, Choice] | None:
-        """The first head that is not softmax, and its choice; None if nothing is replaced."""
-        return next(((i, choice) for i, choice in enumerate(self.choices) if choice.kind != "softmax"), None)
 
     def runs_exact(self, n: int) -> bool:
         """Whether attention to n keys is that of the original model; UnsupportedError if the plan refuses it."""
@@ -139,13 +136,12 @@ class MixedHeads(nn.Module):
             )
         return True
 
-    def part(self, heads: slice | Sequence[int]) -> MixedHeads:
+    def part(self, heads: Sequence[int]) -> MixedHeads:
         """Some of the heads, with copies of their learned tensors."""
-        index = range(len(self.choices))[heads] if isinstance(heads, slice) else heads
-        part = MixedHeads([self.choices[i] for i in index], self.width, self.length)
+        part = MixedHeads([self.choices[head] for head in heads], self.width, self.length)
         like = next(self.parameters(), None)
         part = part if like is None else part.to(like.device, like.dtype)
-        for place, head in enumerate(index):
+        for place, head in enumerate(heads):
             part.load_head(place, self.head_parameters(head))
         return part
 
