@@ -137,7 +137,16 @@ def _load(spec: str, with_head: bool, trust: Trust, allow_missing: bool, dtype: 
     model, info = _pretrained(source, trust, {**options, "dtype": dtype}, _model_class(config, with_head))
     notes = _check_missing(name, set(info["missing_keys"]) - _computed(model, config, info), allow_missing)
     check_values(name, model)
+    if gguf is not None:
+        _forget_quantization(model)
     return LoadedModel(model.eval(), name, source, gguf, trust=trust, notes=notes)
+
+
+def _forget_quantization(model: Any) -> None:
+    """The weights of a GGUF file are floats once loaded; marked as quantized, they could not be saved."""
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        model.__dict__.pop(name, None)
+    model.config.__dict__.pop("quantization_config", None)
 
 
 def check_values(name: str, model: nn.Module) -> None:

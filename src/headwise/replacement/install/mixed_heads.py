@@ -8,7 +8,8 @@ Without these, and for other kinds, heads with the same choice run as one batche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ShapeError, UnsupportedError
 from headwise.operators._kernels import key_patterns, limits
-from headwise.operators._kernels.key_patterns import KeyPattern
+from headwise.operators._kernels.key_patterns import UNBOUNDED, KeyPattern
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
@@ -135,6 +136,16 @@ class MixedHeads(nn.Module):
                 'says beyond = "refuse"; shorten the input, plan for a greater length, or set beyond to "exact"'
             )
         return True
+
+    @contextmanager
+    def at_any_length(self) -> Iterator[None]:
+        """Replaced heads run at every length."""
+        kept = self.exact_below, self.length
+        self.exact_below, self.length = 0, UNBOUNDED
+        try:
+            yield
+        finally:
+            self.exact_below, self.length = kept
 
     def part(self, heads: Sequence[int]) -> MixedHeads:
         """Some of the heads, with copies of their learned tensors."""

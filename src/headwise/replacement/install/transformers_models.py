@@ -20,6 +20,7 @@ from headwise.errors import InputError, UnsupportedError
 from headwise.models.gate import Trust, pretrained_model
 from headwise.models.run import OwnHook, as_it_was
 from headwise.replacement.install import transformers_attention as interface
+from headwise.replacement.install.auto_classes import rewritten_config
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.plans import INSTALLED_VERSION, Plan, installed_choices
 
@@ -70,6 +71,7 @@ def install(model: Any, plan: Plan) -> nn.Module:
         "beyond": plan.beyond,
         "sites": sites,
     }
+    model.config.__class__ = rewritten_config(type(model.config))
     model.__class__ = rewritten_class(type(model))
     model.set_attn_implementation(interface.NAME)
     return model
@@ -87,11 +89,13 @@ def rewritten_class(base: type) -> type:
             super().__init__(config, *args, **kwargs)
             interface.register()
             modules = dict(self.named_modules())
-            for name, choices in installed_choices(plan, "config.json: headwise").items():
+            for site, choices in installed_choices(plan, "config.json: headwise").items():
+                # the body of a model that was saved with its head lacks the first part of the name
+                name = site if site in modules else site.removeprefix(f"{self.base_model_prefix}.")
                 if name not in modules:
-                    raise InputError(f"config.json: headwise: {base.__name__} has no module {name!r}")
-                heads = MixedHeads(choices, plan["sites"][name]["width"], plan["length"])
-                heads.exact_below, heads.beyond = plan["sites"][name]["exact_below"], plan["beyond"]
+                    raise InputError(f"config.json: headwise: {base.__name__} has no module {site!r}")
+                heads = MixedHeads(choices, plan["sites"][site]["width"], plan["length"])
+                heads.exact_below, heads.beyond = plan["sites"][site]["exact_below"], plan["beyond"]
                 modules[name].add_module(interface.NAME, heads)
             self.set_attn_implementation(interface.NAME)
 
@@ -104,6 +108,9 @@ def rewritten_class(base: type) -> type:
                 raise UnsupportedError(f"{cls.__name__}.from_pretrained takes no arguments for the model's class")
             place = Path(source) if Path(source).is_dir() else str(source)
             model, info = pretrained_model(super(), place, trust, **options)
+            if cls.__name__ not in (model.config.architectures or ()):  # the body of a model saved with its head
+                body = f"{model.base_model_prefix}."
+                info = {**info, "unexpected_keys": {key for key in info["unexpected_keys"] if key.startswith(body)}}
             check_complete(str(source), info)
             return (model, info) if with_info else model
 
@@ -147,22 +154,23 @@ def _blank(base: type) -> Any:
     return cls.__new__(cls)
 
 
-def default_probe(model: Any, length: int) -> dict[str, torch.Tensor] | None:
-    """A small random input, tokens or an image; None for models with other inputs."""
+def default_probe(model: Any, length: int) -> dict[str, Any] | None:
+    """A random input, `length` tokens or an image; None for models with other inputs."""
     config, generator = model.config, torch.Generator().manual_seed(0)
     like = next(model.parameters())
     if model.main_input_name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
-        ids = torch.randint(config.vocab_size, (2, min(length, 64)), generator=generator).to(like.device)
+        ids = torch.randint(config.vocab_size, (1, length), generator=generator).to(like.device)
         if getattr(config, "is_encoder_decoder", False):
             return {"input_ids": ids, "decoder_input_ids": ids[:, :-1]}
-        return {"input_ids": ids}
+        last = {"logits_to_keep": 64} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        return {"input_ids": ids, **last}
     if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = (1, getattr(config, "num_channels", 3), config.image_size, config.image_size)
         return {"pixel_values": torch.randn(size, generator=generator).to(like)}
     return None
 
 
-def check_reached(model: Any, probe: dict[str, torch.Tensor], plan: Plan) -> None:
+def check_reached(model: Any, probe: dict[str, Any], plan: Plan) -> None:
     """Raise UnsupportedError unless every site runs on `probe` and, where heads are replaced, calls the interface."""
     called: set[nn.Module] = set()
     sites = {site: model.get_submodule(site.partition("@")[0]) for site in plan.sites}
@@ -172,6 +180,8 @@ def check_reached(model: Any, probe: dict[str, torch.Tensor], plan: Plan) -> Non
     with as_it_was(model), torch.no_grad(), ExitStack() as hooks:
         for module in set(sites.values()):
             hooks.enter_context(module.register_forward_pre_hook(OwnHook(lambda module, args: called.add(module))))
+            if isinstance(module, MixedHeads):
+                hooks.enter_context(module.at_any_length())
         model(**probe)
     for site, module in sites.items():
         if module not in called:
