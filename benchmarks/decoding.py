@@ -2,10 +2,10 @@
 
     python -m benchmarks.decoding [MODEL] [--plan DIR] [--lengths 1024 4096 8192] [--tokens 16] [--dtype float32]
 
-Without --plan, every second key-value head attends to a window of --window keys and 4 leading ones; such a plan promises
-nothing about the output.  Both models read the same text and write the same tokens in turns.  `exact` decodes with
-transformers' DynamicCache, `exact, preallocated` with the cache of the rewritten model but no head replaced, so that what
-the storage alone gains is seen.  Seconds are processor time (--threads 1), medians; bytes are what the cache holds.
+Without --plan, every second key-value head attends to a window of --window keys and 4 leading ones; such a plan
+promises nothing about the output.  Both models read the same text and write the same tokens in turns.  `exact` decodes
+with transformers' DynamicCache, `exact, preallocated` with the cache of the rewritten model but no head replaced, which
+shows what the storage alone gains.  Seconds are processor time (--threads 1), medians; bytes are what the cache holds.
 """
 
 from __future__ import annotations
@@ -55,17 +55,9 @@ def main() -> None:
         results = _measure(models, text[:, :n], options.tokens, options.rounds)
         prefill, decode, size = results["exact"]
         for name, (seconds, step, bytes_) in results.items():
-            rows.append(
-                (
-                    str(n),
-                    name,
-                    f"{seconds:.2f}",
-                    f"{prefill / seconds:.2f} x",
-                    f"{1 / step:.1f}",
-                    f"{decode / step:.2f} x",
-                )
-                + (f"{bytes_ / 1e6:.1f}", f"{size / bytes_:.2f} x")
-            )
+            faster = f"{prefill / seconds:.2f} x", f"{decode / step:.2f} x"
+            row = (str(n), name, f"{seconds:.2f}", faster[0], f"{1 / step:.1f}", faster[1])
+            rows.append((*row, f"{bytes_ / 1e6:.1f}", f"{size / bytes_:.2f} x"))
     headings = ("keys", "model", "prefill s", "faster", "tokens/s", "faster", "cache MB", "smaller")
     print_table("prefill and decoding", headings, rows, words=("model",))
 

@@ -62,7 +62,6 @@ def attention(
     flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     past = getattr(key, MARK, None)
     n = key.shape[-2] + (0 if past is None else past.get_seq_length())
-    read = Mask.from_transformers(attention_mask, flag, query.shape[-2], n)
 
     def original(key: Tensor, value: Tensor) -> Tensor:
         """(b, h, m, d) as the model was."""
@@ -72,12 +71,13 @@ def attention(
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, pairs, **options, **kwargs)[0].transpose(1, 2)
 
+    if past is None and (heads is None or heads.replaced is None or heads.runs_exact(n)):
+        return original(key, value).transpose(1, 2), None
+    read = Mask.from_transformers(attention_mask, flag, query.shape[-2], n)
     if heads is not None and heads.replaced is not None:
         _check_supported(module, heads, read, position_bias, dropout)
     if past is not None:
         out = past.attend(query, key, value, read, scale, original)
-    elif heads is None or heads.replaced is None or heads.runs_exact(n):
-        out = original(key, value)
     else:
         out = heads(query, key, value, key_mask=read.key_mask, causal=read.causal, scale=scale)
     return out.transpose(1, 2).contiguous(), None
