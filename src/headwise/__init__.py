@@ -3,12 +3,14 @@
 The verbs are `examine`, `verify`, `plan`, `rewrite`, `convert` and `Grower`.  Underneath, attention is a row-stochastic
 linear operator P, and every form of it is a value that is applied, measured and exchanged.
 
-Names are resolved on first use (PEP 562), so `import headwise` and `headwise --help` do not load torch.
+Names are resolved on first use (PEP 562), so `import headwise` and `headwise --help` do not load torch.  It also lets
+transformers' AutoModel load rewritten models, whenever transformers is imported.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 
 TYPE_CHECKING = False  # a constant instead of typing's: importing typing would dominate the import time
 __version__ = "0.4.0"
@@ -132,3 +134,45 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_MODULES})
+
+
+_AUTO = "transformers.models.auto.configuration_auto"
+
+
+def _add_model_type() -> None:
+    """Make AutoConfig read the config.json of a rewritten model."""
+
+    class Config(sys.modules[_AUTO].PreTrainedConfig):
+        model_type = "headwise"
+
+        @classmethod
+        def from_dict(cls, config_dict: dict, **kwargs: object) -> object:
+            module = importlib.import_module("headwise.replacement.install.auto_classes")
+            return module.read_config(config_dict, **kwargs)
+
+    sys.modules[_AUTO].CONFIG_MAPPING.register(Config.model_type, Config, exist_ok=True)
+
+
+class _WhenImported:
+    """A finder that finds one module, and calls `_add_model_type` after it was loaded."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> object:
+        if name != _AUTO:
+            return None
+        spec = importlib.import_module("importlib.machinery").PathFinder.find_spec(name, path)
+        if spec is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: object) -> None:
+                load(module)
+                _add_model_type()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+if _AUTO in sys.modules:
+    _add_model_type()
+else:
+    sys.meta_path.insert(0, _WhenImported)  # type: ignore[arg-type]

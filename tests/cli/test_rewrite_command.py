@@ -121,7 +121,7 @@ SITE = "encoder.layer.0.attention.self"
         ({"sites": {SITE: [{"kind": "wndow"}] * 4}}, "wndow"),
         ({"sites": {SITE: [{"kind": "window", "size": 3}] * 4}}, "size"),
         ({"sites": {SITE: [{"kind": "softmax"}] * 3}}, "3"),
-        ({"length": 4096}, "the plan is for a length of 4096, but BertModel has 512 positions"),
+        ({"length": 4096, "lengths": [40, 4096]}, "the plan is for a length of 4096, but BertModel has 512 positions"),
     ],
 )
 def test_edited_plans(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, message: str) -> None:

@@ -174,9 +174,9 @@ def results() -> dict[str, Any]:
     sites = describe(model, batches[0])
     about = {"class": "BertModel", "name": "tiny", "fingerprint": weights_hash(model.eval()), "sites": sites}
     choices = {name: [Choice("uniform")] * 4 for name in sites}
-    point = PlanPoint(choices, 0.1, 0.01, 0.001, 0.01, "uniform")
+    point = PlanPoint(choices, 0.1, 0.01, {"prose": {12: 0.01}}, 0.02)
     timing = {"ratio": 0.5}
-    plan = Plan(about, 12, choices, {}, 0.05, "cosine", [point], [point], timing, provenance={"objective": "seconds"})
+    plan = Plan(about, 12, choices, {}, 0.05, "cosine", [point], timing, provenance={"objective": "seconds"})
     return {
         "examination": examine(model, batches[:2], spectra_every=0),
         "plan": plan,

@@ -127,8 +127,9 @@ def plan(model: torch.nn.Module) -> Plan:
     window, uniform = Choice("window", {"width": 9}), Choice("uniform")
     rows = {name: [window, uniform, Choice("softmax"), Choice("offset", {"by": -1})] for name in sites}
     same = {name: [uniform] * 4 for name in sites}
-    curve = [PlanPoint(rows, 0.5, 0.01, 0.001, 0.01), PlanPoint(same, 0.1, 0.2, 0.01)]
-    return Plan(about, 40, rows, {}, 0.05, "cosine", curve, [PlanPoint(same, 0.1, 0.2, 0.01, name="uniform")])
+    curve = [PlanPoint(rows, 0.5, 0.01, {"prose": {20: 0.01, 40: 0.012}}, 0.02), PlanPoint(same, 0.1, 0.2)]
+    below = dict.fromkeys(sites, 16)
+    return Plan(about, 40, rows, {}, 0.05, "cosine", curve, lengths=(20, 40), exact_below=below)
 
 
 def test_plans(plan: Plan, model: torch.nn.Module, tmp_path: Path) -> None:

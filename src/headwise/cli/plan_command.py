@@ -13,7 +13,7 @@ from headwise.output_directory import OutputDirectory
 from headwise.outputs import json_text
 
 if TYPE_CHECKING:
-    from headwise.replacement import Plan, PlanPoint
+    from headwise.replacement import Plan
 
 TOLERANCES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
 
@@ -120,9 +120,9 @@ def _plan(options: argparse.Namespace, partial: Path, command: str) -> Plan:
 def _print(plan: Plan, files: list[Path]) -> None:
     from headwise.cli.tables import print_table, print_text
 
-    headings = ("tolerance", f"cost at {plan.length}", "at 4096", "drift", "on test", "best single operator")
+    headings = ("tolerance", f"cost at {plan.length}", "predicted", "largest drift", "bound")
     rows: list[tuple[str, ...]] = []
-    chosen, last, bold = plan.point, None, None
+    last, bold = None, None
     for tolerance in sorted({*TOLERANCES, plan.tolerance}):
         point = plan.at(tolerance).point
         if point is None or (point is last and tolerance != plan.tolerance):
@@ -132,10 +132,9 @@ def _print(plan: Plan, files: list[Path]) -> None:
             (
                 ("→ " if tolerance == plan.tolerance else "") + f"{tolerance:g}",
                 f"{point.cost:.1%}",
-                f"{plan.cost(4096, point.sites):.2%}",
-                f"{point.selection:.4f}",
-                f"{point.test:.4f}",
-                _best_single(plan, point),
+                f"{point.predicted:.4f}",
+                f"{point.largest:.4f}",
+                f"{point.bound:.4f}",
             )
         )
         last = point
@@ -146,19 +145,8 @@ def _print(plan: Plan, files: list[Path]) -> None:
             "Fewer multiply-adds need not be faster on short sequences; --objective seconds minimises measured time."
         )
     title = f"{plan.model['name']}: attention cost against drift"
-    print_table(title, headings, rows, words=headings[-1:], no_wrap=headings, bold=bold)
-    if chosen is not None and chosen.drift > plan.tolerance:
-        print(f"On the test texts the drift is {chosen.drift:.4f}, above the tolerance of {plan.tolerance:g}.")
+    print_table(title, headings, rows, words=(), no_wrap=headings, bold=bold)
     for site, why in plan.skipped.items():
         print(f"skipped: {site}: {why}")
     for file in files:
         print(file)
-
-
-def _best_single(plan: Plan, point: PlanPoint) -> str:
-    """The drift of the best single operator for all heads that costs at most as much as `point`."""
-    allowed = [other for other in plan.baselines if other.cost <= point.cost * (1 + 1e-9)]
-    if not allowed:
-        return "none is as cheap"
-    best = min(allowed, key=lambda other: other.drift)
-    return f"{best.drift:.4f} {best.name.split()[0]}"

@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwise.cli.options import Parser, add_force, add_json, add_model, add_output, file_path, is_quiet, load, number
 from headwise.errors import check_extra
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from headwise.models.load import LoadedModel
     from headwise.models.receipt import Receipt
+    from headwise.replacement import Plan
+
+TOKENS = 8192
+"""On which both models run for each planned length, or one text if it is longer."""
 
 
 def run(argv: list[str]) -> int:
     parser = Parser(
         prog="headwise rewrite",
-        usage="headwise rewrite [MODEL] --plan PLAN -o DIR [--tolerance T] [--force] [--json]",
+        usage="headwise rewrite [MODEL] --plan PLAN -o DIR [--tolerance T] [--stock] [--no-trial] [--force] [--json]",
         description="Replace the attention heads of a model by the operators of a plan.",
-        epilog="DIR is loaded by headwise.replacement.load(DIR), a python: model by load(DIR, model=factory()).",
+        epilog="DIR is loaded by AutoModel once headwise is imported, or by headwise.replacement.load(DIR); a python: "
+        "model by load(DIR, model=factory()).  With --stock nothing of headwise is needed.",
     )
     add_model(parser)
     parser.add_argument("--plan", required=True, type=file_path, metavar="PLAN", help="plan.json or its directory")
     add_output(parser, required=True, help="a new directory for the rewritten model")
     parser.add_argument(
         "--tolerance", type=number(0), metavar="T", help="use another point of the plan's trade-off curve"
+    )
+    parser.add_argument(
+        "--stock",
+        action="store_true",
+        help="write an architecture of transformers with sliding layers; for plans that have one window for all heads "
+        "of a layer, or none",
+    )
+    parser.add_argument(
+        "--no-trial", action="store_true", help="do not run both models on texts of the planned lengths"
     )
     add_force(parser)
     add_json(parser, "the receipt")
@@ -45,6 +65,7 @@ def _rewrite(options: argparse.Namespace) -> Receipt:
     from headwise.output_directory import OutputDirectory
     from headwise.replacement import Plan, rewrite
     from headwise.replacement.install.saved import save
+    from headwise.replacement.install.stock_models import stock_model
 
     with OutputDirectory(options.out, command="rewrite", force=options.force, exclusive=True) as out:
         plan = Plan.load(options.plan)
@@ -52,8 +73,51 @@ def _rewrite(options: argparse.Namespace) -> Receipt:
         loaded = load(options, with_head=True)
         with bar("rewriting", None, quiet=is_quiet(options)):
             new, receipt = rewrite(loaded.model, plan)
+            if options.stock:
+                new = stock_model(loaded.model, new)
+                what = (
+                    f"written as {type(new).__name__}, whose windows have no planned length: longer texts use them too"
+                )
+                receipt = replace(receipt, notes=(*receipt.notes, what))
             save(new, plan, out, loaded)
+        if not options.no_trial:
+            receipt = _with_trials(receipt, plan, loaded, new, options)
     return receipt
+
+
+def _with_trials(
+    receipt: Receipt, plan: Plan, loaded: LoadedModel, new: nn.Module, options: argparse.Namespace
+) -> Receipt:
+    """The receipt with the drift, the seconds and the bytes of the cache on texts of the planned lengths."""
+    from headwise.cli.progress import bar
+    from headwise.errors import InputError
+    from headwise.models.inputs import needs_text
+    from headwise.replacement.trials import trial, warnings
+
+    if loaded.is_factory or not needs_text(loaded.model):
+        return receipt
+    try:
+        texts = _texts(loaded, plan)
+    except InputError as error:
+        return replace(receipt, notes=(*receipt.notes, f"drift and seconds on texts were not measured: {error}"))
+    trials = []
+    with bar("measuring on texts", len(texts), quiet=is_quiet(options)) as advance:
+        for done, (kind, batches) in enumerate(texts):
+            trials.append(trial(loaded.model, new, batches, kind))
+            advance(done + 1)
+    notes = (*receipt.notes, *warnings(trials, plan.tolerance))
+    return replace(receipt, notes=notes, trials=tuple(each.to_dict() for each in trials))
+
+
+def _texts(loaded: LoadedModel, plan: Plan) -> list[tuple[str, list[dict[str, Any]]]]:
+    """(kind, texts of one length), for every planned length: as many kinds as fit into TOKENS."""
+    from headwise.models.inputs import text_input
+
+    found = []
+    for n in plan.lengths:
+        texts = text_input(loaded, None, length=n, texts=max(1, min(4, TOKENS // n))).batches
+        found.append(("prose", list(texts)))
+    return found
 
 
 def _print(receipt: Receipt, out: Path) -> None:
@@ -72,6 +136,31 @@ def _print(receipt: Receipt, out: Path) -> None:
     print(f"{receipt.parameters_after:,} parameters, {added:,} of them new")
     if receipt.largest_change == receipt.largest_change:
         print(f"largest change of the output on a probe: {receipt.largest_change:.1e} of {receipt.scale:.3g}")
+    if receipt.trials:
+        print_trials(receipt.trials)
     for note in receipt.notes:
         print(note)
     print(f"written to {out}")
+
+
+def print_trials(trials: Sequence[Mapping[str, Any]]) -> None:
+    """Drift with its interval, seconds and bytes of the cache, before and after, by length and kind of text."""
+    from headwise.cli.tables import print_table
+
+    def pair(values: Sequence[float] | None, form: str, unit: float = 1) -> str:
+        return "–" if values is None else " → ".join(format(x / unit, form) for x in values)
+
+    headings = ("tokens", "text", "drift", "loss", "seconds", "cache MB")
+    rows = [
+        (
+            str(each["length"]),
+            each["kind"],
+            f"{each['drift']:.4f}" + ("" if math.isnan(each["interval"]) else f" ± {each['interval']:.4f}"),
+            pair(each["losses"], ".3f"),
+            pair(each["seconds"], ".2f"),
+            pair(each["cache_bytes"], ".1f", 1e6),
+        )
+        for each in trials
+    ]
+    measure = "loss per token" if trials[0]["losses"] else "1 - cosine"
+    print_table(f"Before → after, drift of the {measure} with its 95 % interval", headings, rows, words=("text",))

@@ -137,7 +137,16 @@ def _load(spec: str, with_head: bool, trust: Trust, allow_missing: bool, dtype: 
     model, info = _pretrained(source, trust, {**options, "dtype": dtype}, _model_class(config, with_head))
     notes = _check_missing(name, set(info["missing_keys"]) - _computed(model, config, info), allow_missing)
     check_values(name, model)
+    if gguf is not None:
+        _forget_quantization(model)
     return LoadedModel(model.eval(), name, source, gguf, trust=trust, notes=notes)
+
+
+def _forget_quantization(model: Any) -> None:
+    """The weights of a GGUF file are floats once loaded; marked as quantized, they could not be saved."""
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        model.__dict__.pop(name, None)
+    model.config.__dict__.pop("quantization_config", None)
 
 
 def check_values(name: str, model: nn.Module) -> None:
@@ -215,6 +224,8 @@ def _model_class(config: Any, with_head: bool) -> Any:
     named = next(iter(getattr(config, "architectures", None) or ()), None)
     # some, such as an encoder and a decoder put together, have no class without a head
     with_head = with_head or type(config) not in transformers.AutoModel._model_mapping
+    if with_head and named is None and type(config) in transformers.AutoModelForCausalLM._model_mapping:
+        return transformers.AutoModelForCausalLM  # a GGUF file, which names no class, holds a language model
     cls = getattr(transformers, named, None) if with_head and isinstance(named, str) else None
     return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else transformers.AutoModel
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.install.saved import load
 from headwise.replacement.kinds import KINDS, AttentionSample, Choice, HeadInputs, Kind, KindOption, register_kind
@@ -10,12 +12,16 @@ from headwise.replacement.plans import Plan, PlanPoint
 from headwise.replacement.rewriting import rewrite
 from headwise.replacement.standard_kinds import SOFTMAX
 
+if TYPE_CHECKING:
+    from headwise.replacement.install.head_cache import HeadCache as HeadCache
+
 __all__ = [
     "KINDS",
     "SOFTMAX",
     "AttentionSample",
     "Choice",
     "Effort",
+    "HeadCache",
     "HeadInputs",
     "Kind",
     "KindOption",
@@ -27,3 +33,11 @@ __all__ = [
     "register_kind",
     "rewrite",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HeadCache":  # derives from a class of transformers, which is loaded only for it
+        from headwise.replacement.install.head_cache import HeadCache
+
+        return HeadCache
+    raise AttributeError(f"module 'headwise.replacement' has no attribute {name!r}")

@@ -115,6 +115,8 @@ class Kind:
     cross_attention  works for queries and keys at different positions
     from_first_key   positions count from the first real key, so padding before it is moved to the end
     reads_scores     P depends on q and k
+    features         (x, scale, options) -> features (…, r) of queries or keys x, if P is a softmax over the features of
+                     a query times, for each of them, a softmax over the keys: a cache then holds sums, and no key
     pattern          (inputs, options) -> the keys of each query, if P is a softmax over them: all such heads of a layer
                      are one call of the compiled kernels.  Learned tensors are the a, b, c of `near_far`, or none.
     """
@@ -131,6 +133,7 @@ class Kind:
     cross_attention: bool = False
     from_first_key: bool = False
     reads_scores: bool = True
+    features: Callable[[Tensor, float, Options], Tensor] | None = None
     pattern: Callable[[HeadInputs, Options], KeyPattern] | None = None
 
 

@@ -27,7 +27,6 @@ from headwise.reading import (
     fields,
     list_of,
     map_of,
-    nullable,
     number,
     read_json,
     string,
@@ -39,9 +38,15 @@ from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice
 from headwise.replacement.standard_kinds import SOFTMAX
 
-SCHEMA = 2
+SCHEMA = 3
 FILES = ("plan.json", "plan.safetensors")
-INSTALLED_VERSION = 2
+INSTALLED_VERSION = 3
+
+BEYOND = ("exact", "refuse")
+"""What replaced layers do with more keys than they were planned for: exact attention, or UnsupportedError."""
+
+Drifts = Mapping[str, Mapping[int, float]]
+"""{kind of text: {length: drift}}"""
 
 Sites = Mapping[str, Sequence[Choice]]
 """{name of the module that computes attention: [choice of head 0, choice of head 1, ...]}"""
@@ -56,8 +61,13 @@ LONGEST = 1 << 24  # tokens
 _POSITIVE = whole(1, 1 << 16)
 _CHOICE = fields({"kind": string()}, more=True)  # its options are checked by the kind
 _POINT = fields(
-    {"sites": map_of(list_of(whole(0))), "cost": number(0), "selection": number(0), "standard_error": number(0)},
-    {"test": nullable(number(0)), "name": string()},
+    {
+        "sites": map_of(list_of(whole(0))),
+        "cost": number(0),
+        "predicted": number(0),
+        "drift": map_of(map_of(number(0))),
+        "bound": number(0),
+    }
 )
 PLAN_FILE = fields(
     {
@@ -65,17 +75,21 @@ PLAN_FILE = fields(
         "model": fields(
             {
                 "fingerprint": string(),
-                "sites": map_of(fields({"heads": _POSITIVE, "width": _POSITIVE, "causal": boolean})),
+                "sites": map_of(
+                    fields({"heads": _POSITIVE, "width": _POSITIVE, "causal": boolean}, {"key_value_heads": _POSITIVE})
+                ),
             },
             {"class": string(), "name": string()},
         ),
         "length": whole(1, LONGEST),
+        "lengths": list_of(whole(1, LONGEST)),
+        "beyond": string(BEYOND),
+        "exact_below": map_of(whole(0, LONGEST)),
         "tolerance": number(0),
         "measure": string(LARGEST_TOLERANCE),
         "sites": map_of(list_of(_CHOICE)),
         "choices": list_of(_CHOICE),
         "curve": list_of(_POINT),
-        "baselines": list_of(_POINT),
     },
     {
         "timing": map_of(anything),
@@ -90,7 +104,10 @@ INSTALLED = fields(
     {
         "version": version(INSTALLED_VERSION, "rewrite the original model again"),
         "length": whole(1, LONGEST),
-        "sites": map_of(fields({"width": _POSITIVE, "heads": list_of(_CHOICE)})),
+        "beyond": string(BEYOND),
+        "sites": map_of(
+            fields({"width": _POSITIVE, "heads": list_of(_CHOICE), "exact_below": whole(0, LONGEST)})
+        ),
     }
 )
 """`headwise` in the config.json of a rewritten model."""
@@ -99,26 +116,27 @@ INSTALLED = fields(
 @final
 @dataclass(frozen=True, eq=False)
 class PlanPoint:
-    """One point of the trade-off: its cost relative to softmax attention, and its drift.
+    """One point of the trade-off.
 
-    selection and standard_error are over the texts that chose it, test is over texts not used before.
+    cost       of attention, relative to the model as it was
+    predicted  drift that the sensitivities of the heads predict
+    drift      measured, by kind of text and length, on texts that did not choose the plan
+    bound      upper bound for kinds of text that were not tried, which a tolerance is compared with
     """
 
     sites: Sites
     cost: float
-    selection: float
-    standard_error: float
-    test: float | None = None
-    name: str = ""
+    predicted: float = 0.0
+    drift: Drifts = field(default_factory=dict)
+    bound: float = 0.0
 
     @property
-    def drift(self) -> float:
-        """On the test texts if it was measured there."""
-        return self.selection if self.test is None else self.test
+    def largest(self) -> float:
+        """Largest measured drift over kinds and lengths."""
+        return max((value for row in self.drift.values() for value in row.values()), default=0.0)
 
     def meets(self, tolerance: float) -> bool:
-        """One standard error of slack against selection bias."""
-        return self.selection + self.standard_error <= tolerance
+        return self.bound <= tolerance
 
 
 @final
@@ -128,15 +146,17 @@ class Plan:
 
     model       {"class", "name", "fingerprint", "sites": {site: {"heads", "width", "causal"}}}; a plan without a
                 fingerprint is not checked against the weights
-    length      sequence length the plan was made for
+    length      longest sequence the plan was made for
     sites       the choice for every head
     fitted      learned tensors by (site, head, choice); choices not in it keep their initial values
     tolerance   largest drift allowed, as measured by `measure`: "cosine" or "loss"
     curve       Pareto-optimal points in order of decreasing cost
-    baselines   points with the same operator for every head
     timing      measured seconds of attention on this machine
     skipped     {site: why its heads were left unchanged}
-    provenance  how the plan was made: command, data, seed, effort
+    provenance  how the plan was made: command, data, seed
+    lengths     lengths at which drift was measured, ascending; the last one is `length`
+    beyond      what replaced layers do with more than `length` keys: "exact" attention, or "refuse"
+    exact_below {site: number of keys below which it runs exact attention}; 0, or no entry: never
     """
 
     model: Mapping[str, Any]
@@ -146,14 +166,24 @@ class Plan:
     tolerance: float = 0.0
     measure: str = "cosine"
     curve: Sequence[PlanPoint] = ()
-    baselines: Sequence[PlanPoint] = ()
     timing: Mapping[str, Any] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
+    beyond: str = "exact"
+    exact_below: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(self.lengths) or (self.length,))
         if not self.sites:
             raise InputError("the plan lists no attention sites, so there is nothing to rewrite")
+        if self.beyond not in BEYOND:
+            raise InputError(f"beyond must be {' or '.join(map(repr, BEYOND))}, but is {self.beyond!r}")
+        if list(self.lengths) != sorted(set(self.lengths)) or self.lengths[-1] != self.length:
+            raise InputError(f"lengths must ascend to the length {self.length} of the plan, but are {self.lengths}")
+        for site in self.exact_below:
+            if site not in self.model["sites"]:
+                raise InputError(f"exact_below: the model has no site {site!r}")
         for site, choices in self.sites.items():
             _check_site(self.model["sites"], site, len(choices), f"sites/{site}")
 
@@ -220,6 +250,7 @@ class Plan:
             self,
             model={**self.model, "sites": {prefix + site: facts for site, facts in self.model["sites"].items()}},
             sites={prefix + site: choices for site, choices in self.sites.items()},
+            exact_below={prefix + site: keys for site, keys in self.exact_below.items()},
             fitted={(prefix + site, head, choice): x for (site, head, choice), x in self.fitted.items()},
         )
 
@@ -247,22 +278,26 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Dicts, lists, strings and numbers; points refer to choices by their index in `choices`."""
-        points = (*self.curve, *self.baselines)
-        index = {c: i for i, c in enumerate(dict.fromkeys(c for p in points for _, _, c in each_head(p.sites)))}
+        choices = dict.fromkeys(choice for point in self.curve for _, _, choice in each_head(point.sites))
+        index = {choice: i for i, choice in enumerate(choices)}
 
         def point(p: PlanPoint) -> dict[str, Any]:
-            return {**vars(p), "sites": {site: [index[c] for c in choices] for site, choices in p.sites.items()}}
+            drift = {kind: {str(n): value for n, value in row.items()} for kind, row in p.drift.items()}
+            sites = {site: [index[c] for c in choices] for site, choices in p.sites.items()}
+            return {**vars(p), "sites": sites, "drift": drift}
 
         return {
             "schema": SCHEMA,
             "model": dict(self.model),
             "length": self.length,
+            "lengths": list(self.lengths),
+            "beyond": self.beyond,
+            "exact_below": dict(self.exact_below),
             "tolerance": self.tolerance,
             "measure": self.measure,
             "sites": {site: [choice.to_dict() for choice in choices] for site, choices in self.sites.items()},
             "choices": [choice.to_dict() for choice in index],
             "curve": [point(p) for p in self.curve],
-            "baselines": [point(p) for p in self.baselines],
             "timing": dict(self.timing),
             "skipped": dict(self.skipped),
             "provenance": dict(self.provenance),
@@ -286,8 +321,12 @@ def _from_facts(facts: Mapping[str, Any], fitted: FittedTensors) -> Plan:
     known = facts["model"]["sites"]
     choices = _choices(facts["choices"], "choices")
 
-    def points(name: str) -> list[PlanPoint]:
-        return [PlanPoint(**{**p, "sites": sites_of(p, f"{name}/{i}")}) for i, p in enumerate(facts[name])]
+    def point(p: Mapping[str, Any], at: str) -> PlanPoint:
+        try:
+            drift = {kind: {int(n): value for n, value in row.items()} for kind, row in p["drift"].items()}
+        except ValueError as error:
+            raise InputError(f"{at}/drift must be by kind and length, but holds {one_line(error)}") from error
+        return PlanPoint(**{**p, "sites": sites_of(p, at), "drift": drift})
 
     def sites_of(point: Mapping[str, Any], at: str) -> Sites:
         for site, row in point["sites"].items():
@@ -304,9 +343,9 @@ def _from_facts(facts: Mapping[str, Any], fitted: FittedTensors) -> Plan:
         fitted,
         float(facts["tolerance"]),
         facts["measure"],
-        points("curve"),
-        points("baselines"),
+        [point(p, f"curve/{i}") for i, p in enumerate(facts["curve"])],
         *(facts.get(name, {}) for name in ("timing", "skipped", "provenance")),
+        *(facts[name] for name in ("lengths", "beyond", "exact_below")),
     )
     for site, head, choice in each_head(plan.sites):
         _check_fitted(plan, site, head, choice)

@@ -17,7 +17,7 @@ from headwise.errors import InputError
 from headwise.models.receipt import Receipt, largest_change, parameter_count
 from headwise.models.run import as_it_was, run_model
 from headwise.replacement.install import other_models, transformers_models
-from headwise.replacement.plans import Plan
+from headwise.replacement.plans import Plan, each_head
 from headwise.replacement.standard_kinds import SOFTMAX
 
 
@@ -25,8 +25,8 @@ def rewrite(model: nn.Module, plan: Plan, *, probe: Any = None) -> tuple[nn.Modu
     """A copy of `model` with the operators of `plan` in place of its heads, and a receipt of what changed.
 
     `probe` is an input (a tensor, or a dict of keyword arguments) on which the two models are compared; for models of
-    transformers the default is a random one.  A plan for the body of a model (LlamaModel) also works for the whole
-    model (LlamaForCausalLM).
+    transformers the default is a random one of the planned length.  A plan for the body of a model (LlamaModel) also
+    works for the whole model (LlamaForCausalLM).
 
     Models of transformers are changed through the library's attention interface, all others by intercepting
     `scaled_dot_product_attention` while they run.  `model` itself is not changed.
@@ -39,9 +39,10 @@ def rewrite(model: nn.Module, plan: Plan, *, probe: Any = None) -> tuple[nn.Modu
     plan.check(body)
     plan = plan.prefixed(prefix)
     new = transformers_models.install(copy.deepcopy(model), plan)
+    short = transformers_models.default_probe(model, min(plan.length, 16)) if probe is None else probe
+    if isinstance(short, Mapping):
+        transformers_models.check_reached(new, dict(short), plan)
     probe = transformers_models.default_probe(model, plan.length) if probe is None else probe
-    if isinstance(probe, Mapping):
-        transformers_models.check_reached(new, dict(probe), plan)
     return new, _receipt(model, new, plan, probe)
 
 
@@ -52,6 +53,11 @@ def _receipt(old: nn.Module, new: nn.Module, plan: Plan, probe: Any) -> Receipt:
         notes.append("no probe was given, so the change of the output was not measured")
     else:
         change, scale = largest_change(lambda: _outputs(old, probe), lambda: _outputs(new, probe))
+        if not change and any(choice != SOFTMAX for _, _, choice in each_head(plan.sites)):
+            notes.append(
+                "the output did not change at all on the probe: it is shorter than every window, or than the keys "
+                "below which the original attention runs"
+            )
     parts = []
     for site, choices in plan.sites.items():
         facts = plan.model["sites"][site]

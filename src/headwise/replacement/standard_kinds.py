@@ -248,6 +248,7 @@ STANDARD_KINDS = {
         causal=True,
         cached=True,
         cross_attention=True,
+        features=lambda x, scale, options: torch.zeros_like(x[..., :1]),
         reads_scores=False,
     ),
     "offset": Kind(
@@ -313,6 +314,7 @@ STANDARD_KINDS = {
         causal=True,
         cached=True,
         cross_attention=True,
+        features=lambda x, scale, options: x * (options["sharpness"] * scale),
     ),
     "hashed": Kind(
         "softmax over keys near the query in the order of a locality-sensitive hash",

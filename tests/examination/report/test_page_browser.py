@@ -646,7 +646,8 @@ def test_the_view_of_a_plan(browser, page: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(facts))
     names = [site["name"] for site in facts["sites"]]
     softmax, window = {"kind": "softmax"}, {"kind": "window", "width": 9, "leading": 1}
-    point = {"name": "", "selection": 0.1, "error": 0.0, "test": 0.12}
+    drift = {kind: {"40": 0.12} for kind in ("prose", "code", "tables")}
+    point = {"predicted": 0.1, "drift": drift, "bound": 0.15}
     plan = {
         "model": {"class": facts["model"]["class"]},
         "length": 40,
@@ -655,8 +656,7 @@ def test_the_view_of_a_plan(browser, page: Path, tmp_path: Path) -> None:
         "choices": [softmax, window],
         "sites": {name: [softmax, window, window, softmax] for name in names},
         "curve": [{**point, "cost": cost, "sites": {name: [0, 1, 1, 0] for name in names}} for cost in (0.9, 0.5, 0.1)],
-        "baselines": [],
-        "provenance": {"texts": [4, 3, 5]},
+        "provenance": {},
     }
     path = add_plan(tmp_path, plan)
     browser.get(path.as_uri())
@@ -674,5 +674,5 @@ def test_the_view_of_a_plan(browser, page: Path, tmp_path: Path) -> None:
     assert colour not in kinds
     assert len(every(browser, "#plan-curve circle")) == 3
     assert "drift of at most 0.2" in one(browser, "#plan-note").text
-    assert "measured on 5 held-out texts" in one(browser, "#plan-curve-note").text
+    assert "measured on 3 kinds of held-out texts" in one(browser, "#plan-curve-note").text
     assert serious_faults(browser, dark=True, within="#plan") == []

@@ -285,7 +285,7 @@ BAD: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         "layers.0.self_attn has 4 heads, but the plan has 3 choices",
     ),
     "length": (
-        lambda plan: replace(plan, length=4096),
+        lambda plan: replace(plan, length=4096, lengths=()),
         "the plan is for a length of 4096, but LlamaModel has 2048 positions",
     ),
     "causal": (

@@ -8,16 +8,17 @@ Without these, and for other kinds, heads with the same choice run as one batche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.errors import ShapeError
+from headwise.errors import ShapeError, UnsupportedError
 from headwise.operators._kernels import key_patterns, limits
-from headwise.operators._kernels.key_patterns import KeyPattern
+from headwise.operators._kernels.key_patterns import UNBOUNDED, KeyPattern
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
@@ -93,7 +94,12 @@ class MixedHeads(nn.Module):
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
     >>> heads(q, k, v, scale=0.5).shape
     torch.Size([1, 2, 8, 4])
+
+    Below `exact_below` keys, and beyond `length` keys, a model runs its original attention (`beyond` may be "refuse").
     """
+
+    exact_below = 0
+    beyond = "exact"
 
     def __init__(
         self,
@@ -107,6 +113,8 @@ class MixedHeads(nn.Module):
         if not choices:
             raise ShapeError("MixedHeads: needs a choice for at least one head, got none")
         self.choices, self.width, self.length = tuple(choices), width, length
+        # the first head that is not softmax, and its choice; None if nothing is replaced
+        self.replaced = next(((i, each) for i, each in enumerate(self.choices) if each.kind != "softmax"), None)
         members: dict[tuple[Choice, int], list[int]] = {}
         run = 0
         for head, choice in enumerate(self.choices):
@@ -117,10 +125,36 @@ class MixedHeads(nn.Module):
         for head, tensors in (fitted or {}).items():
             self.load_head(head, tensors)
 
-    @property
-    def replaced(self) -> tuple[int, Choice] | None:
-        """The first head that is not softmax, and its choice; None if nothing is replaced."""
-        return next(((i, choice) for i, choice in enumerate(self.choices) if choice.kind != "softmax"), None)
+    def runs_exact(self, n: int) -> bool:
+        """Whether attention to n keys is that of the original model; UnsupportedError if the plan refuses it."""
+        if self.replaced is None or self.exact_below <= n <= self.length:
+            return False
+        if n > self.length and self.beyond == "refuse":
+            head, choice = self.replaced
+            raise UnsupportedError(
+                f"head {head} is {choice}, planned for at most {self.length} keys, but there are {n}, and the plan "
+                'says beyond = "refuse"; shorten the input, plan for a greater length, or set beyond to "exact"'
+            )
+        return True
+
+    @contextmanager
+    def at_any_length(self) -> Iterator[None]:
+        """Replaced heads run at every length."""
+        kept = self.exact_below, self.length
+        self.exact_below, self.length = 0, UNBOUNDED
+        try:
+            yield
+        finally:
+            self.exact_below, self.length = kept
+
+    def part(self, heads: Sequence[int]) -> MixedHeads:
+        """Some of the heads, with copies of their learned tensors."""
+        part = MixedHeads([self.choices[head] for head in heads], self.width, self.length)
+        like = next(self.parameters(), None)
+        part = part if like is None else part.to(like.device, like.dtype)
+        for place, head in enumerate(heads):
+            part.load_head(place, self.head_parameters(head))
+        return part
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, causal: bool = False, scale: float

@@ -30,8 +30,8 @@ def load(
 ) -> nn.Module:
     """The rewritten model saved in `directory`, in eval mode; options are those of `from_pretrained`.
 
-    `model` is the original, needed for models that are not of transformers.  (`AutoModel.from_pretrained` would read
-    the same files as the original model, without replacements.)
+    `model` is the original, needed for models that are not of transformers.  The others are also loaded by
+    `AutoModel.from_pretrained` and the like, once headwise is imported.
     """
     path = Path(directory).expanduser()
     if (path / WEIGHTS).is_file():
@@ -67,7 +67,7 @@ def _load_pretrained(path: Path, trust: Trust, options: dict[str, Any]) -> nn.Mo
 
 
 def save(new: nn.Module, plan: Plan, out: OutputDirectory, loaded: LoadedModel | None = None) -> None:
-    """Write everything `load` needs, and the plan; with `loaded`, its tokenizer or processor too."""
+    """Write the model, and the plan; with `loaded`, its tokenizer or processor too."""
     plan.save(out)
     if isinstance(new, RewrittenModel):
         from safetensors.torch import save_model

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
 from headwise.operators.masks import Mask
-from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal, softmax_attention
-from headwise.replacement.kinds import HeadInputs
+from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal
 
 NAME = "headwise"
 """Contains none of the words (flash, sdpa, flex_attention, a slash) that transformers treats specially."""
+
+MARK = "headwise_layer"
+"""Attribute of a tensor of new keys: the layer of a HeadCache that knows the keys before them."""
 
 CHANGES = {
     "softcap": "capped scores",
@@ -58,25 +60,36 @@ def attention(
     heads = getattr(module, NAME, None)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
     flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    read = Mask.from_transformers(attention_mask, flag, query.shape[-2], key.shape[-2])
+    past = getattr(key, MARK, None)
+    n = key.shape[-2] + (0 if past is None else past.get_seq_length())
+
+    def original(key: Tensor, value: Tensor) -> Tensor:
+        """(b, h, m, d) as the model was."""
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        pairs = _pairs(attention_mask, query.shape[-2])
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+        return sdpa_attention_forward(module, query, key, value, pairs, **options, **kwargs)[0].transpose(1, 2)
+
+    if past is None and (heads is None or heads.replaced is None or heads.runs_exact(n)):
+        return original(key, value).transpose(1, 2), None
+    read = Mask.from_transformers(attention_mask, flag, query.shape[-2], n)
     if heads is not None and heads.replaced is not None:
         _check_supported(module, heads, read, position_bias, dropout)
-        out = heads(query, key, value, key_mask=read.key_mask, causal=read.causal, scale=scale)
-    elif is_padding_or_causal(read) and position_bias is None and not dropout:
-        out = softmax_attention(HeadInputs(query, key, read, scale), value)
+    if past is not None:
+        out = past.attend(query, key, value, read, scale, original)
     else:
-        biases = [bias for bias in (read.attn_bias, position_bias) if bias is not None]
-        biased = read.with_bias(sum(biases[1:], start=biases[0]) if biases else None)
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            **biased.sdpa_arguments(query.dtype, query.device),
-            dropout_p=dropout,
-            scale=scale,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+        out = heads(query, key, value, key_mask=read.key_mask, causal=read.causal, scale=scale)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _pairs(attention_mask: Tensor | None, m: int) -> Tensor | None:
+    """The mask that `mask` shortened to (b, n), as the library makes it: (b, 1, m, n)"""
+    if attention_mask is None or attention_mask.dim() != 2:
+        return attention_mask
+    n = attention_mask.shape[-1]
+    causal = torch.ones(m, n, dtype=torch.bool, device=attention_mask.device).tril(n - m)
+    return causal & attention_mask.bool()[:, None, None, :]
 
 
 def mask(

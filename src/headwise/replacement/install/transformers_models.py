@@ -20,6 +20,7 @@ from headwise.errors import InputError, UnsupportedError
 from headwise.models.gate import Trust, pretrained_model
 from headwise.models.run import OwnHook, as_it_was
 from headwise.replacement.install import transformers_attention as interface
+from headwise.replacement.install.auto_classes import rewritten_config
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.plans import INSTALLED_VERSION, Plan, installed_choices
 
@@ -56,10 +57,21 @@ def install(model: Any, plan: Plan) -> nn.Module:
         module, heads = model.get_submodule(name), plan.mixed_heads(site)
         if hasattr(module, interface.NAME):
             raise UnsupportedError(f"{name}: was rewritten already; rewrite the original model")
+        heads.exact_below, heads.beyond = plan.exact_below.get(site, 0), plan.beyond
         like = next(module.parameters(), next(model.parameters()))
         module.add_module(interface.NAME, heads.to(device=like.device, dtype=model.dtype).train(model.training))
-        sites[name] = {"width": heads.width, "heads": [choice.to_dict() for choice in choices]}
-    model.config.headwise = {"version": INSTALLED_VERSION, "length": plan.length, "sites": sites}
+        sites[name] = {
+            "width": heads.width,
+            "heads": [choice.to_dict() for choice in choices],
+            "exact_below": plan.exact_below.get(site, 0),
+        }
+    model.config.headwise = {
+        "version": INSTALLED_VERSION,
+        "length": plan.length,
+        "beyond": plan.beyond,
+        "sites": sites,
+    }
+    model.config.__class__ = rewritten_config(type(model.config))
     model.__class__ = rewritten_class(type(model))
     model.set_attn_implementation(interface.NAME)
     return model
@@ -77,10 +89,13 @@ def rewritten_class(base: type) -> type:
             super().__init__(config, *args, **kwargs)
             interface.register()
             modules = dict(self.named_modules())
-            for name, choices in installed_choices(plan, "config.json: headwise").items():
+            for site, choices in installed_choices(plan, "config.json: headwise").items():
+                # the body of a model that was saved with its head lacks the first part of the name
+                name = site if site in modules else site.removeprefix(f"{self.base_model_prefix}.")
                 if name not in modules:
-                    raise InputError(f"config.json: headwise: {base.__name__} has no module {name!r}")
-                heads = MixedHeads(choices, plan["sites"][name]["width"], plan["length"])
+                    raise InputError(f"config.json: headwise: {base.__name__} has no module {site!r}")
+                heads = MixedHeads(choices, plan["sites"][site]["width"], plan["length"])
+                heads.exact_below, heads.beyond = plan["sites"][site]["exact_below"], plan["beyond"]
                 modules[name].add_module(interface.NAME, heads)
             self.set_attn_implementation(interface.NAME)
 
@@ -93,6 +108,9 @@ def rewritten_class(base: type) -> type:
                 raise UnsupportedError(f"{cls.__name__}.from_pretrained takes no arguments for the model's class")
             place = Path(source) if Path(source).is_dir() else str(source)
             model, info = pretrained_model(super(), place, trust, **options)
+            if cls.__name__ not in (model.config.architectures or ()):  # the body of a model saved with its head
+                body = f"{model.base_model_prefix}."
+                info = {**info, "unexpected_keys": {key for key in info["unexpected_keys"] if key.startswith(body)}}
             check_complete(str(source), info)
             return (model, info) if with_info else model
 
@@ -100,11 +118,20 @@ def rewritten_class(base: type) -> type:
             _check_cache(self, kwargs)
             return super().generate(*args, **kwargs)
 
+        def _prepare_cache_for_generation(self, settings: Any, inputs: dict, *others: Any) -> None:
+            """A HeadCache where transformers makes a DynamicCache."""
+            given = inputs.get("past_key_values")
+            super()._prepare_cache_for_generation(settings, inputs, *others)
+            if given is None and inputs.get("past_key_values") is not None:
+                inputs["past_key_values"] = _head_cache(self, inputs["past_key_values"], longest=others[-1])
+                if settings.is_assistant:
+                    inputs["past_key_values"].activate_past_recording()
+
         def __reduce__(self) -> tuple[Any, ...]:
             return _blank, (base,), self.__dict__  # the class is generated, so it cannot be imported
 
     if not hasattr(base, "generate"):
-        del Rewritten.generate
+        del Rewritten.generate, Rewritten._prepare_cache_for_generation
     Rewritten.__name__ = Rewritten.__qualname__ = f"{PREFIX}{base.__name__}"
     Rewritten.__doc__ = f"{base.__name__} with some heads replaced by headwise."
     return Rewritten
@@ -127,22 +154,23 @@ def _blank(base: type) -> Any:
     return cls.__new__(cls)
 
 
-def default_probe(model: Any, length: int) -> dict[str, torch.Tensor] | None:
-    """A small random input, tokens or an image; None for models with other inputs."""
+def default_probe(model: Any, length: int) -> dict[str, Any] | None:
+    """A random input, `length` tokens or an image; None for models with other inputs."""
     config, generator = model.config, torch.Generator().manual_seed(0)
     like = next(model.parameters())
     if model.main_input_name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
-        ids = torch.randint(config.vocab_size, (2, min(length, 64)), generator=generator).to(like.device)
+        ids = torch.randint(config.vocab_size, (1, length), generator=generator).to(like.device)
         if getattr(config, "is_encoder_decoder", False):
             return {"input_ids": ids, "decoder_input_ids": ids[:, :-1]}
-        return {"input_ids": ids}
+        last = {"logits_to_keep": 64} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        return {"input_ids": ids, **last}
     if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = (1, getattr(config, "num_channels", 3), config.image_size, config.image_size)
         return {"pixel_values": torch.randn(size, generator=generator).to(like)}
     return None
 
 
-def check_reached(model: Any, probe: dict[str, torch.Tensor], plan: Plan) -> None:
+def check_reached(model: Any, probe: dict[str, Any], plan: Plan) -> None:
     """Raise UnsupportedError unless every site runs on `probe` and, where heads are replaced, calls the interface."""
     called: set[nn.Module] = set()
     sites = {site: model.get_submodule(site.partition("@")[0]) for site in plan.sites}
@@ -152,6 +180,8 @@ def check_reached(model: Any, probe: dict[str, torch.Tensor], plan: Plan) -> Non
     with as_it_was(model), torch.no_grad(), ExitStack() as hooks:
         for module in set(sites.values()):
             hooks.enter_context(module.register_forward_pre_hook(OwnHook(lambda module, args: called.add(module))))
+            if isinstance(module, MixedHeads):
+                hooks.enter_context(module.at_any_length())
         model(**probe)
     for site, module in sites.items():
         if module not in called:
@@ -180,6 +210,20 @@ def _check_interface(model: Any, plan: Plan) -> None:
                 f"{site}: {type(module).__name__} of {name} does not call transformers' attention interface, so its "
                 "heads cannot be replaced"
             )
+
+
+def _head_cache(model: Any, usual: Any, longest: int) -> Any:
+    """A HeadCache in place of a DynamicCache; `longest` is the number of keys that may come."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    from headwise.replacement.install.head_cache import HeadCache
+
+    if isinstance(usual, EncoderDecoderCache):
+        usual.self_attention_cache = _head_cache(model, usual.self_attention_cache, longest)
+    if type(usual) is not DynamicCache or usual.offloading:
+        return usual
+    plan = model.config.headwise
+    return HeadCache(model, keep_all=longest > plan["length"] and plan["beyond"] == "exact")
 
 
 def _check_cache(model: Any, options: dict[str, Any]) -> None:

@@ -131,7 +131,7 @@ def plan(
             PlanProgress(partial_results, run_key(weights, settings)),
             progress or (lambda what, done, total: None),
         )
-        curve, baselines = run.trade_off(tolerance, transfer)
+        curve, _ = run.trade_off(tolerance, transfer)
     result = Plan(
         {
             "class": type(model).__name__,
@@ -144,7 +144,6 @@ def plan(
         run.fitted_by_head(),
         measure=measure_name,
         curve=curve,
-        baselines=baselines,
         skipped=skipped,
         provenance={
             **(provenance or {}),
@@ -254,7 +253,7 @@ class _Run:
         for choice in self.choices:
             sites = {name: [choice] * site.heads for name, site in self.sites.items()}
             cost = sum(site.heads * self.costs[name, choice] for name, site in self.sites.items())
-            points.append(PlanPoint(sites, cost, *self._drift(trial, sites)[:2], name=str(choice)))
+            points.append(PlanPoint(sites, cost, 0.0, {}, sum(self._drift(trial, sites)[:2])))
             self.report("measuring one operator for all heads", len(points), len(self.choices))
         return points
 
@@ -329,8 +328,7 @@ class _Run:
         result: list[PlanPoint] = []
         for point in points:
             mean, error, _ = self._drift(trial, point.sites, part)
-            drift = {"test": mean} if part else {"selection": mean, "standard_error": error}
-            result.append(replace(point, **drift))
+            result.append(replace(point, drift={"text": {self.length: mean}}, bound=max(point.bound, mean) if part else mean + error))
             self.report(f"measuring plans {'on test texts' if part else 'again'}", len(result), len(points))
         return result
 

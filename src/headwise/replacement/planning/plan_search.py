@@ -198,8 +198,8 @@ class DriftModel:
 def pareto(plans: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
     """In order of decreasing cost, each with less drift than every cheaper one."""
     kept: list[MeasuredPlan] = []
-    for plan in sorted(plans, key=lambda p: (p.point.cost, p.point.selection)):
-        if not kept or plan.point.selection < kept[-1].point.selection:
+    for plan in sorted(plans, key=lambda p: (p.point.cost, p.point.bound)):
+        if not kept or plan.point.bound < kept[-1].point.bound:
             kept.append(plan)
     return kept[::-1]
 
@@ -253,7 +253,7 @@ def search(
         if _key(sites) not in measured:
             measured.add(_key(sites))
             mean, error = measure(sites)
-            archive = pareto([*archive, MeasuredPlan(PlanPoint(sites, model.cost(plan), mean, error), slope, weights)])
+            archive = pareto([*archive, MeasuredPlan(PlanPoint(sites, model.cost(plan), model.predicted(plan), {}, mean + error), slope, weights)])
         if progress is not None:
             progress(done + 1)
     return [plan.point for plan in archive]

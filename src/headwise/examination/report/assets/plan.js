@@ -50,25 +50,16 @@ function plan() {
     const words = make("span", {}, make("strong", {}, name), ` ${count}`);
     byId("plan-legend").append(make("div", { class: "entry" }, badge(kind, { "aria-hidden": "true" }), words));
   }
-  const drift = (p) => (p.test === null ? p.selection : p.test);
-  const counts = (found.provenance || {}).texts || [],
-    heldOut =
-      counts.length === 3
-        ? `${counts[2]} held-out ${counts[2] === 1 ? WORDS.item : WORDS.items}`
-        : `held-out ${WORDS.items}`;
+  const drift = (p) => Math.max(0, ...Object.values(p.drift).flatMap((row) => Object.values(row)));
+  const tried = Math.max(0, ...found.curve.map((p) => Object.keys(p.drift).length)),
+    heldOut = `${tried} ${tried === 1 ? "kind" : "kinds"} of held-out ${WORDS.items}`;
   byId("plan-curve-note").textContent = `Every point is a whole plan, measured on ${heldOut}.`;
   const points = (list) =>
     list
       .filter((p) => drift(p) > 0 && drift(p) < 0.6 && p.cost > 0)
       .sort((a, b) => a.cost - b.cost)
       .map((p) => [Math.log10(p.cost), drift(p)]);
-  const series = [
-    ["chosen for each head", found.curve],
-    ["one window", found.baselines.filter((p) => p.name.startsWith("window "))],
-    ["one projection", found.baselines.filter((p) => p.name.startsWith("projected"))],
-  ]
-    .map(([name, list]) => ({ name, points: points(list) }))
-    .filter((s) => s.points.length);
+  const series = [{ name: "largest drift", points: points(found.curve) }].filter((s) => s.points.length);
   if (series.length) {
     const xs = series.flatMap((s) => s.points.map((p) => p[0])),
       ticks = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
@@ -97,6 +88,6 @@ function plan() {
   byId("plan-note").textContent =
     `Planned for ${found.length} ${WORDS.units} and a drift of at most ${found.tolerance} (${found.measure}).` +
     (here
-      ? ` Attention costs ${percent(here.cost)} of softmax; drift on ${heldOut} ${format(drift(here))}.`
+      ? ` Attention costs ${percent(here.cost)} of softmax; largest drift on ${heldOut} ${format(drift(here))}, bound for other kinds ${format(here.bound)}.`
       : " This plan was edited.");
 }
