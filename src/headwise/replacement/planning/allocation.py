@@ -62,7 +62,11 @@ class DriftModel:
             old = self._index(chosen)
             others = gram[:, old].sum(1).view(units, candidates)  # products with all chosen, the own one included
             own = gram.view(units, candidates, -1)[rows, :, old]
-            increase = alone - alone[rows, chosen, None] + 2 * (others - own - (others[rows, chosen] - alone[rows, chosen])[:, None])
+            increase = (
+                alone
+                - alone[rows, chosen, None]
+                + 2 * (others - own - (others[rows, chosen] - alone[rows, chosen])[:, None])
+            )
             saved = self.costs[rows, chosen, None] - self.costs
             # what reduces the predicted drift comes first, most saved first
             slope = torch.where(increase > 0, increase / saved, -saved).masked_fill(saved <= 1e-12, torch.inf)

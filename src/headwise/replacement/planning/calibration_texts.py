@@ -19,14 +19,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from headwise.errors import InputError
 from headwise.models import gate
-from headwise.models.inputs import SAMPLE_TEXT, check_takes, max_positions, special_tokens, tokenizer_of, with_decoder
+from headwise.models.inputs import (
+    SAMPLE_TEXT,
+    check_takes,
+    max_positions,
+    read_text,
+    special_tokens,
+    tokenizer_of,
+    with_decoder,
+)
 from headwise.models.load import LoadedModel
+from headwise.models.run import as_it_was
+from headwise.replacement.planning.capture import find_sites
 
 SHORTEST = 4
 """Tokens of a text."""
+
+PARTS = 5
+"""Kinds that one file is cut into."""
 
 
 def calibration_texts() -> dict[str, str]:
@@ -47,6 +61,19 @@ def calibration_texts() -> dict[str, str]:
     return texts
 
 
+def read_kinds(files: Sequence[Path]) -> dict[str, str]:
+    """{name of the file: its text}; a single file is cut into parts, because a bound needs several kinds."""
+    texts = {str(file): read_text(file) for file in files}
+    short = {name: Path(name).name for name in texts}
+    if len(set(short.values())) == len(short):
+        texts = {short[name]: text for name, text in texts.items()}
+    if len(texts) > 1:
+        return texts
+    ((name, text),) = texts.items()
+    size = -(-len(text) // PARTS)
+    return {f"{name}, part {i + 1}": text[i * size : (i + 1) * size] for i in range(PARTS)}
+
+
 def records(count: int, seed: int = 0) -> str:
     """`count` lines of a log, JSON objects and rows of a table, in turns of 40; names come back far apart."""
     rng, lines = random.Random(seed), []
@@ -59,10 +86,26 @@ def records(count: int, seed: int = 0) -> str:
         row = {"time": when, "user": user, "session": f"{states[user]:08x}", "path": path, "bytes": size}
         if i // 40 % 3 == 0:
             level = rng.choice(("INFO", "INFO", "WARNING", "ERROR"))
-            lines.append(f"{when} {level:7} server[{rng.randrange(4)}]: {user} session={row['session']} GET {path} {size}B")
+            lines.append(
+                f"{when} {level:7} server[{rng.randrange(4)}]: {user} session={row['session']} GET {path} {size}B"
+            )
         else:
             lines.append(json.dumps(row) if i // 40 % 3 == 1 else "| " + " | ".join(map(str, row.values())) + " |")
     return "\n".join(lines)
+
+
+def model_is_causal(model: nn.Module) -> bool:
+    """Whether all attention of a model of tokens is causal, from a run on a few of them."""
+    device = next((x.device for x in model.parameters()), None)
+    batch = with_decoder(model, {"input_ids": torch.ones(1, 8, dtype=torch.long, device=device)})
+    with as_it_was(model):
+        return all(site.causal for site in find_sites(model, batch).values())
+
+
+def plan_lengths(model: nn.Module, length: int) -> tuple[int, ...]:
+    """Lengths of the texts for a plan up to `length`: the beginnings of a text of a causal model are texts too."""
+    shorter = () if model_is_causal(model) else (n for n in (length // 4, length // 2) if n >= 16)
+    return (*shorter, length)
 
 
 def texts_by_kind(

@@ -14,6 +14,7 @@ from headwise.models.run import run_model
 from headwise.replacement.install.mixed_heads import along, is_padding_or_causal, padding_last
 from headwise.replacement.kinds import AttentionSample, HeadInputs
 
+
 @final
 @dataclass(frozen=True)
 class AttentionSite:

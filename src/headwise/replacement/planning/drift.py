@@ -82,7 +82,9 @@ class Predictions:
     @torch.no_grad()
     def drift(self, model: nn.Module, batch: Any, before: Tensor, after: Tensor) -> Tensor:
         rows, labels = [], batch["input_ids"][:, 1:]
-        for *parts, label in zip(*(x[:, :-1].split(CHUNK, 1) for x in (before, after)), labels.split(CHUNK, 1), strict=True):
+        for *parts, label in zip(
+            *(x[:, :-1].split(CHUNK, 1) for x in (before, after)), labels.split(CHUNK, 1), strict=True
+        ):
             p, q = (self._log_p(model, part) for part in parts)
             moved = p - q
             losses = moved.gather(-1, label.unsqueeze(-1)).squeeze(-1)
@@ -92,7 +94,8 @@ class Predictions:
     @staticmethod
     def _log_p(model: nn.Module, states: Tensor) -> Tensor:
         head = _output_embedding(model)
-        return (states @ _weight(model).mT if head is None else head(states)).float().log_softmax(-1)
+        logits = states @ _weight(model).mT if head is None else head(states)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 @final

@@ -4,8 +4,8 @@
                    ->  plans by decreasing cost                        no pass
                    ->  drift of some of them, by kind and length       one forward pass a text and plan
 
-Half of the texts of each kind choose, the other half measures.  The tolerance is compared with a bound for kinds of text
-that were not tried: the drift of each kind with the plan of the same cost that was chosen without it, and the spread
+Half of the texts of each kind choose, the other half measures.  The tolerance is compared with a bound for kinds of
+text that were not tried: the drift of each kind with the plan of the same cost that was chosen without it, and the spread
 over kinds.
 """
 
@@ -170,7 +170,9 @@ def _by_kind(batches: Batches | Iterable[Any]) -> dict[str, list[Any]]:
     return kinds
 
 
-def _find_sites(model: nn.Module, kinds: Mapping[str, Sequence[Any]]) -> tuple[dict[str, AttentionSite], dict[str, str]]:
+def _find_sites(
+    model: nn.Module, kinds: Mapping[str, Sequence[Any]]
+) -> tuple[dict[str, AttentionSite], dict[str, str]]:
     """The sites whose heads can be replaced, and why others cannot."""
     longest = max((batch for given in kinds.values() for batch in given), key=lambda x: _length(x, 0))
     sites = find_sites(model, longest)
@@ -239,7 +241,9 @@ class _Run:
         model = DriftModel(self._costs(), {kind: self._gram(kind) for kind in self.kinds})
         ladder, without = model.ladder(), {kind: model.ladder(without=kind) for kind in self.kinds}
         predicted = [model.predicted(plan) for plan in ladder]
-        measured = {0: PlanPoint(self._sites(ladder[0]), 1.0, drift={kind: {self.lengths[-1]: 0.0} for kind in self.kinds})}
+        measured = {
+            0: PlanPoint(self._sites(ladder[0]), 1.0, drift={kind: {self.lengths[-1]: 0.0} for kind in self.kinds})
+        }
         before = self._exact_states()
         for _ in range(self.evaluations):
             index = _next(measured, [self.ratio * upper_bound(list(p.values())) for p in predicted], tolerance)
@@ -264,7 +268,9 @@ class _Run:
 
     def _fit(self) -> None:
         """Learned tensors of every choice that has some, from texts of all kinds."""
-        learned = [c for c in self.choices if any(c.shapes(self.lengths[-1], site.width) for site in self.sites.values())]
+        learned = [
+            c for c in self.choices if any(c.shapes(self.lengths[-1], site.width) for site in self.sites.values())
+        ]
         for site in self.sites if learned else ():
 
             def compute(site: str = site) -> dict[str, Tensors]:
@@ -283,7 +289,9 @@ class _Run:
 
             def compute(batch: Any = batch) -> Tensor:
                 generator = torch.Generator().manual_seed(self.seed)
-                candidates = {site: [self._heads(site, [c] * s.heads) for c in self.choices] for site, s in self.sites.items()}
+                candidates = {
+                    site: [self._heads(site, [c] * s.heads) for c in self.choices] for site, s in self.sites.items()
+                }
                 x = sensitivities(self.model, batch, self.sites, candidates, self.answer, generator)
                 return torch.cat([x[site] for site in self.sites])
 
@@ -294,7 +302,11 @@ class _Run:
 
     def _costs(self) -> Tensor:
         """(units, choices)"""
-        rows = [[self.costs[name, c] for c in self.choices] for name, s in self.sites.items() for _ in range(s.key_value_heads)]
+        rows = [
+            [self.costs[name, c] for c in self.choices]
+            for name, s in self.sites.items()
+            for _ in range(s.key_value_heads)
+        ]
         return torch.tensor(rows, dtype=torch.float64)
 
     # ---- plans ----
@@ -309,7 +321,8 @@ class _Run:
 
     def _exact_states(self) -> dict[str, list[Tensor]]:
         return {
-            kind: [run_with(self.model, batch, self.answer, {}) for batch in self._measuring(kind)] for kind in self.kinds
+            kind: [run_with(self.model, batch, self.answer, {}) for batch in self._measuring(kind)]
+            for kind in self.kinds
         }
 
     def _drift(self, kind: str, plan: Allocation, before: Sequence[Tensor]) -> dict[int, float]:
@@ -372,7 +385,11 @@ def _next(measured: Mapping[int, PlanPoint], bounds: Sequence[float], tolerance:
     near = [i for i in between if bounds[i] <= tolerance]
     if len(between) > len(bounds) // 30 and len(measured) <= 5:
         # at least a quarter of the interval from its ends, if both are known
-        low, high = (between[len(between) // 4], between[-1 - len(between) // 4]) if fails < len(bounds) else (between[0], between[-1])
+        low, high = (
+            (between[len(between) // 4], between[-1 - len(between) // 4])
+            if fails < len(bounds)
+            else (between[0], between[-1])
+        )
         return min(max(max(near, default=low), low), high)
     for factor in (0.5, 2.0, 0.25, 4.0):
         index = min(range(1, len(bounds)), key=lambda i: abs(bounds[i] - factor * tolerance), default=0)

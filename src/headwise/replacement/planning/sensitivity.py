@@ -3,10 +3,10 @@
     x_s(h, c) = <g_s, Delta_s>      Delta = P~ v - P v, the change of the output of head h at position s
     g = d answer / d output of the head
 
-Language models: the answer is the loss of labels drawn from the model itself, so that E[g g^T] is the Fisher form of its
-predictions, and 1/2 mean_s x_s^2 is the divergence KL(before || after) per token.  Other models: the answer is a random
-direction z across the pooled state u / |u|, so that E[(z . t)^2] = |t|^2 for the direction t in which the state moves,
-and 1 - cos = |t|^2 / 2.  The x of all replaced heads are added before they are squared: heads that err alike drift more
+Language models: the answer is the loss of labels drawn from the model itself, so that E[g g^T] is the Fisher form of
+its predictions, and 1/2 mean_s x_s^2 is the divergence KL(before || after) per token.  Other models: the answer is a
+random direction z across the pooled state u / |u|, so that E[(z . t)^2] = |t|^2 for the direction t in which the state
+moves, and 1 - cos = |t|^2 / 2.  The x of all replaced heads are added before they are squared: heads that err alike drift more
 together than alone.
 
 Layers of a language model are recomputed in the backward pass, one at a time, and candidates are applied there: no
@@ -74,7 +74,9 @@ def sensitivities(
         for index, gradient in enumerate(answer.gradients(model, states, generator)):
             more = index + 1 < answer.probes
             torch.autograd.grad([states], outputs, [gradient], retain_graph=more, allow_unused=True)
-    return samples
+    one = next(iter(samples.values()))
+    # a site that the answer does not depend on moves nothing
+    return {name: samples.get(name, one.new_zeros(x.key_value_heads, *one.shape[1:])) for name, x in sites.items()}
 
 
 @torch.no_grad()

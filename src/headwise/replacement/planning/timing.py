@@ -30,7 +30,9 @@ def relative_costs(
     shares: dict[tuple[str, Choice], float] = {}
     parts = ["prefill", "memory"] if objective == "seconds" and any(s.causal for s in sites.values()) else [objective]
     for part in parts:
-        costs = {(name, choice): _cost(choice, site, length, part) for name, site in sites.items() for choice in choices}
+        costs = {
+            (name, choice): _cost(choice, site, length, part) for name, site in sites.items() for choice in choices
+        }
         total = sum(site.key_value_heads * costs[name, SOFTMAX] for name, site in sites.items())
         for key, cost in costs.items():
             shares[key] = shares.get(key, 0.0) + cost / total / len(parts)
