@@ -167,8 +167,8 @@ def _print(plan: Plan, files: list[Path]) -> None:
         print_table(title, ("kind", *map(str, plan.lengths)), cells, words=("kind",))
         print_text(
             f"The bound is for kinds that were not tried: from {len(kinds)} kinds, each with a plan chosen without it, "
-            "and their spread. Beyond "
-            f"{plan.length} tokens the rewritten model {'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
+            f"and their spread. Beyond {plan.length} tokens the rewritten model "
+            f"{'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
         )
     print_text(f"The key-value cache would keep {plan.timing['cache']:.0%} of its keys at {plan.length}.")
     for n, row in plan.timing["seconds"].items():

@@ -228,8 +228,8 @@ PROJECTION_STEPS = {"e": 0.001, "f": 0.001}
 def _none(length: int, causal: bool) -> list[Options]:
     """Only for `choices` and plans by hand: `plan` would never choose it on the models measured, or it is learned.
 
-    Learned tensors are of the texts they were fitted to, so that a bound for other kinds does not hold for them; features
-    of rotated queries and keys (near_far) also depend on where a text stands.
+    Learned tensors are of the texts they were fitted to, so that a bound for other kinds does not hold for them;
+    features of rotated queries and keys (near_far) also depend on where a text stands.
     """
     return []
 

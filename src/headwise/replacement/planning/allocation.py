@@ -3,8 +3,8 @@
     drift(x) = x^T G x      G = mean over kinds of G_k,   G_k = mean over texts and samples of x x^T / 2
 
 x is 1 at the chosen candidate of each unit (the heads that share a key-value head) and 0 elsewhere, and G_k is from
-`sensitivity`.  From exact attention downwards, the next plan is always the one change of one unit with the least increase
-of drift for what it saves: the whole trade-off without running the model.
+`sensitivity`.  From exact attention downwards, the next plan is always the one change of one unit with the least
+increase of drift for what it saves: the whole trade-off without running the model.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def answer_for(model: nn.Module, batch: Any, *, causal: bool) -> Answer:
 
 
 def _output_embedding(model: nn.Module) -> nn.Module | None:
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = getattr(model, "get_output_embeddings", lambda: None)() or getattr(model, "lm_head", None)
     return head if isinstance(getattr(head, "weight", None), Tensor) else None
 
 

@@ -5,8 +5,8 @@
                    ->  drift of some of them, by kind and length       one forward pass a text and plan
 
 Half of the texts of each kind choose, the other half measures.  The tolerance is compared with a bound for kinds of
-text that were not tried: the drift of each kind with the plan of the same cost that was chosen without it, and the spread
-over kinds.
+text that were not tried: the drift of each kind with the plan of the same cost that was chosen without it, and the
+spread over kinds.
 """
 
 from __future__ import annotations

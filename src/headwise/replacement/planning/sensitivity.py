@@ -6,8 +6,8 @@
 Language models: the answer is the loss of labels drawn from the model itself, so that E[g g^T] is the Fisher form of
 its predictions, and 1/2 mean_s x_s^2 is the divergence KL(before || after) per token.  Other models: the answer is a
 random direction z across the pooled state u / |u|, so that E[(z . t)^2] = |t|^2 for the direction t in which the state
-moves, and 1 - cos = |t|^2 / 2.  The x of all replaced heads are added before they are squared: heads that err alike drift more
-together than alone.
+moves, and 1 - cos = |t|^2 / 2.  The x of all replaced heads are added before they are squared: heads that err alike
+drift more together than alone.
 
 Layers of a language model are recomputed in the backward pass, one at a time, and candidates are applied there: no
 activation of a whole model is kept, and no candidate needs a pass of its own.
