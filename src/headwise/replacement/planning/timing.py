@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from headwise.operators._kernels import native
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice
 from headwise.replacement.planning.capture import AttentionSite
@@ -20,13 +21,17 @@ OBJECTIVES = ("seconds", "prefill", "decode", "memory", "multiply-adds")
 """seconds: attention of one sequence, in decoders the mean of prefill and decode; prefill: the same for all queries at
 once; decode, memory: keys that are kept in the cache, all of which are read for every new token."""
 
-REPEATS = 5
+REPEATS, SLOW = 7, 0.3
+"""Most calls that are timed, and the seconds after which three are enough."""
 
 
 def relative_costs(
     sites: Mapping[str, AttentionSite], choices: Sequence[Choice], length: int, objective: str
 ) -> dict[tuple[str, Choice], float]:
     """Cost of one key-value head by (site, choice), as a share of exact attention of all heads."""
+    if objective in ("seconds", "prefill") and native.LIBRARY.mode == "auto":
+        with native.switched("build"):  # the seconds of later runs, which find the kernels
+            native.usable(torch.zeros(1))
     shares: dict[tuple[str, Choice], float] = {}
     parts = ["prefill", "memory"] if objective == "seconds" and any(s.causal for s in sites.values()) else [objective]
     for part in parts:
@@ -45,7 +50,9 @@ def _cost(choice: Choice, site: AttentionSite, length: int, objective: str) -> f
         return shared * choice.cost(length, site.width, site.causal).multiply_adds
     if objective in ("decode", "memory"):
         return 2 * site.width * kept_keys(choice, length)
-    return _seconds_alone(choice, site.heads, site.width, length, site.causal) / site.key_value_heads
+    return (
+        _seconds_alone(choice, site.heads, site.key_value_heads, site.width, length, site.causal) / site.key_value_heads
+    )
 
 
 def kept_keys(choice: Choice, n: int) -> int:
@@ -54,8 +61,8 @@ def kept_keys(choice: Choice, n: int) -> int:
 
 
 @cache  # sites of one model are alike
-def _seconds_alone(choice: Choice, heads: int, width: int, length: int, causal: bool) -> float:
-    return _seconds([MixedHeads([choice] * heads, width, length)], length, causal)[0]
+def _seconds_alone(choice: Choice, heads: int, groups: int, width: int, length: int, causal: bool) -> float:
+    return _seconds([MixedHeads([choice] * heads, width, length)], groups, length, causal)[0]
 
 
 def time_plan(plan: Plan) -> dict[str, Any]:
@@ -69,19 +76,17 @@ def time_plan(plan: Plan) -> dict[str, Any]:
     measured: dict[tuple, dict[int, list[float]]] = {}  # sites of one model are alike
     for site, choices in plan.sites.items():
         facts = plan.model["sites"][site]
-        exact = MixedHeads([SOFTMAX] * len(choices), facts["width"], plan.length)
-        key = (tuple(choices), facts["width"], facts["causal"])
-        if exact.replaced is plan.mixed_heads(site).replaced is None:
-            continue
+        exact, heads = MixedHeads([SOFTMAX] * len(choices), facts["width"], plan.length), plan.mixed_heads(site)
+        versions = [exact] if heads.replaced is None else [exact, heads]
+        groups, key = facts.get("key_value_heads", len(choices)), (tuple(choices), facts["width"], facts["causal"])
         if key not in measured:
-            heads = plan.mixed_heads(site)
-            measured[key] = {n: _seconds([exact, heads], n, facts["causal"]) for n in lengths}
-        slower = [n for n, (before, after) in measured[key].items() if after > before]
+            measured[key] = {n: _seconds(versions, groups, n, facts["causal"]) for n in lengths}
+        slower = [n for n, seconds in measured[key].items() if seconds[-1] > seconds[0]]
         below[site] = max(slower) + 1 if slower else 0
-        for n, (before, after) in measured[key].items():
-            rows[n][0] += before
-            rows[n][1] += after if n >= below[site] else before
-    by_length = {str(n): {"exact": a, "planned": b} for n, (a, b) in rows.items() if a}
+        for n, seconds in measured[key].items():
+            rows[n][0] += seconds[0]
+            rows[n][1] += seconds[-1 if n >= below[site] else 0]
+    by_length = {str(n): {"exact": a, "planned": b} for n, (a, b) in rows.items()}
     return {"seconds": by_length, "cache": kept_share(plan), "exact_below": below}
 
 
@@ -96,14 +101,14 @@ def kept_share(plan: Plan) -> float:
     return kept / total
 
 
-def _seconds(versions: Sequence[MixedHeads], length: int, causal: bool) -> list[float]:
-    """Median time of a few calls on one sequence for each of the versions, in turns."""
+def _seconds(versions: Sequence[MixedHeads], groups: int, length: int, causal: bool) -> list[float]:
+    """Median time of a few calls on one sequence for each of the versions, in turns; fewer calls if they are slow."""
     generator = torch.Generator().manual_seed(0)
     heads, width = len(versions[0].choices), versions[0].width
-    q, k, v = torch.randn(3, 1, heads, length, width, generator=generator)
+    q, k, v = (torch.randn(1, h, length, width, generator=generator) for h in (heads, groups, groups))
     times: list[list[float]] = [[] for _ in versions]
     with torch.no_grad():
-        for _ in range(REPEATS + 1):
+        while len(times[0]) < 3 or (len(times[0]) <= REPEATS and sum(map(sum, times)) < SLOW):
             for version, own in zip(versions, times, strict=True):
                 start = time.perf_counter()
                 version(q, k, v, causal=causal, scale=width**-0.5)
