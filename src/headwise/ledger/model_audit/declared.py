@@ -42,7 +42,7 @@ def declared_causal(model: nn.Module) -> bool | None:
         return True
     if getattr(config, "is_decoder", None) is True:
         return True
-    flags = {part.is_causal for part in model.modules() if isinstance(getattr(part, "is_causal", None), bool)}
+    flags: set[Any] = {getattr(part, "is_causal", None) for part in model.modules()} & {True, False}
     return flags.pop() if len(flags) == 1 else None  # of its attention modules
 
 

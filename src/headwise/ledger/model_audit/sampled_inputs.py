@@ -100,7 +100,7 @@ def _target_positions(model: nn.Module) -> int:
 def _embedding(model: nn.Module) -> Any:
     try:
         return model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-    except (AttributeError, NotImplementedError, TypeError):
+    except (AttributeError, RuntimeError, TypeError):
         return None
 
 
