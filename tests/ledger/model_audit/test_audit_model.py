@@ -395,3 +395,25 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 def test_the_command_refuses_what_has_no_effect(arguments: list[str], part: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["verify", *arguments]) == 2
     assert part in capsys.readouterr().err
+
+
+class CausalStack(nn.Module):
+    """Causal attention over an embedding table; with `leak`, the mean over all positions is added to every one."""
+
+    def __init__(self, leak: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.leak = nn.Embedding(30, 16), nn.Linear(16, 48), leak
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.leak * x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("leak", "expected"), [(0.0, "kept"), (1e-3, "VIOLATED")])
+def test_a_model_without_config_whose_attention_is_causal_promises_it(leak: float, expected: str) -> None:
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.randint(30, (2, 12))}
+    audit = headwise.verify(CausalStack(leak), [batch])
+    assert {standing(audit, name) for name in (PERTURBATION, GRADIENT)} == {expected}

@@ -15,7 +15,14 @@ from headwise.errors import HeadwiseError, InputError
 from headwise.ledger.model_audit.attention_forms import FORMS, ROWS, check_forms, check_rows
 from headwise.ledger.model_audit.audited_model import AuditedModel, NotTriedError, untried
 from headwise.ledger.model_audit.cached_decoding import AFTER_PADDING, BY_CHUNK, BY_TOKEN, check_cache
-from headwise.ledger.model_audit.causality import GRADIENT, PERTURBATION, REACH, check_gradient, check_perturbation
+from headwise.ledger.model_audit.causality import (
+    GRADIENT,
+    PERTURBATION,
+    REACH,
+    attends_causally,
+    check_gradient,
+    check_perturbation,
+)
 from headwise.ledger.model_audit.declared import declared_causal, widest_window
 from headwise.ledger.model_audit.layer_reach import WINDOWS, check_windows
 from headwise.ledger.model_audit.measurements import (
@@ -87,7 +94,8 @@ def audit_model(
               of all of them make one batch.  Default: tokens drawn from the vocabulary of the model, or random images
     texts     instead of batches, with their tokenizer; all are cut to the length of the shortest
     length    tokens of a sequence, if they are drawn or cut
-    causal    whether no output may depend on a later token; default: what the config says, if there is one
+    causal    whether no output may depend on a later token; default: what the config says, or, without one, whether
+              all attention of the model is causal
     progress  called with the number of steps done, of `STEPS`
     """
     if not isinstance(model, nn.Module):
@@ -95,6 +103,7 @@ def audit_model(
     batch, inputs = _inputs(model, batches, texts, tokenizer, length, seed)
     causal = declared_causal(model) if causal is None else causal
     with as_it_was(model), _quiet():
+        causal = attends_causally(model, batch) if causal is None else causal
         audited = AuditedModel(model, batch, causal=causal, seed=seed)
         promises: list[Promise] = []
         for done, found in enumerate(_verdicts(audited), start=1):

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.errors import InputError
 from headwise.ledger.model_audit.audited_model import AuditedModel, NotTriedError, gradient
 from headwise.ledger.model_audit.promise import Promise, Standing
 from headwise.ledger.model_audit.sampled_inputs import vocabulary
-from headwise.models.run import OwnHook
+from headwise.models.intercept import AttentionCall, intercept
+from headwise.models.run import OwnHook, run_model
 
 PERTURBATION, GRADIENT, REACH = "causality, by perturbation", "causality, by gradient", "reach of the last output"
 
@@ -34,6 +36,19 @@ def check_perturbation(audited: AuditedModel) -> Promise:
     return _verdict(audited, PERTURBATION, distance, where, "An exchanged token changes no earlier output.")
 
 
+def attends_causally(model: nn.Module, batch: Any) -> bool | None:
+    """True if every attention call of more than one query hides later keys; None if one does not, or none is seen."""
+    causal: list[bool] = []
+
+    def see(call: AttentionCall) -> None:
+        if call.q.shape[-2] > 1:
+            causal.append(call.causal)
+
+    with torch.no_grad(), intercept(model, see):
+        run_model(model, batch)
+    return True if causal and all(causal) else None
+
+
 def exchanged(audited: AuditedModel, x: Tensor, t: int) -> Tensor:
     """The positions of the input with another token, or another vector, at position t of every sequence."""
     changed, generator = x.clone(), torch.Generator().manual_seed(audited.seed + t)
@@ -41,12 +56,20 @@ def exchanged(audited: AuditedModel, x: Tensor, t: int) -> Tensor:
         noise = torch.randn(x[:, t].shape, generator=generator).to(x.device, x.dtype)
         changed[:, t] = x[:, t] + noise * x.std()
         return changed
-    tokens = vocabulary(audited.model) if audited.is_text else x.unique().cpu()
+    tokens = _exchangeable(audited, x)
     for b in range(len(x)):
         others = tokens[tokens != x[b, t].item()]
         if len(others):
             changed[b, t] = others[torch.randint(len(others), (), generator=generator)]
     return changed
+
+
+def _exchangeable(audited: AuditedModel, x: Tensor) -> Tensor:
+    """The vocabulary of a model that declares one, else the tokens of the given batch."""
+    if audited.is_text:
+        with contextlib.suppress(InputError):
+            return vocabulary(audited.model)
+    return x.unique().cpu()
 
 
 def check_gradient(audited: AuditedModel) -> Iterator[Promise]:
