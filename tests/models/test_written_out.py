@@ -190,3 +190,25 @@ def test_families_of_transformers(build: Callable[[], tuple[nn.Module, dict[str,
         torch.testing.assert_close(found[index].numbers["entropy"], expected, rtol=1e-4, atol=1e-5)
     assert {site.causal for site in found[0].sites} == {build is bloom}
     assert unseen_attention(model, batch) == []
+
+
+def test_two_softmaxes_of_sums_of_the_same_products() -> None:
+    """As in LiLT: scores of text and of layout are computed first, and each attention adds the other's."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, v, w = self.project(x).unflatten(-1, (4, 2, 4)).permute(2, 0, 3, 1, 4)
+            text, layout = a @ a.mT, b @ b.mT
+            first = (layout + text).softmax(-1) @ v
+            return first + (text + 2 * layout).softmax(-1) @ w
+
+    calls: list[AttentionCall] = []
+    model, x = nn.Sequential(Both()), torch.randn(2, 5, 8)
+    with torch.no_grad(), intercept(model, calls.append):
+        model(x)
+    assert [(c.site, c.v.shape) for c in calls] == [("0", (2, 2, 5, 4)), ("0@2", (2, 2, 5, 4))]
+    assert unseen_attention(model, x) == []

@@ -263,7 +263,8 @@ def preprocessor(loaded: LoadedModel, auto_class: str, what: str, advice: str = 
     if loaded.is_factory:
         raise InputError(f"{loaded.source} has no {what}, and returned no batches; return (model, [batch, …])")
     directory = Path(loaded.source)
-    if what != "tokenizer" and directory.is_dir() and not any((directory / name).exists() for name in PROCESSOR_FILES):
+    own = auto_class in loaded.preprocessors or what == "tokenizer"
+    if not own and directory.is_dir() and not any((directory / name).exists() for name in PROCESSOR_FILES):
         raise InputError(
             f"{loaded.name} has no {what} (no {' or '.join(PROCESSOR_FILES)} in {directory}); save that of the model "
             "it was trained from there, with its save_pretrained"

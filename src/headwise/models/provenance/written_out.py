@@ -44,7 +44,7 @@ class WrittenOut:
 
     def __init__(self, provenance: Provenance) -> None:
         self.provenance = provenance
-        self._products: dict[int, tuple[Tensor, Tensor]] = {}  # since the last attention
+        self._products: dict[int, tuple[Tensor, Tensor]] = {}  # the latest
         self._softmax: tuple[int, Tensor, tuple[Tensor, Tensor]] | None = None  # its number, its scores, their product
 
     def note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> WrittenAttention | None:
@@ -80,8 +80,7 @@ class WrittenOut:
         fits = fits and v.dim() > 1 and v.shape[-2] == scores.shape[-1]
         if not fits or not self.provenance.sources(weights, {number}, same_size=True):
             return None
-        self._products.clear()
-        self._softmax = None
+        self._softmax = None  # but not the products: two kinds of scores may be sums of the same ones
         batch = weights.shape[:-2]
         if torch.broadcast_shapes(v.shape[:-2], batch) != batch:
             return None
