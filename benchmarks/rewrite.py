@@ -1,93 +1,146 @@
-"""Cost and drift of per-head plans for MiniLM, beside one operator for every head.
+"""A plan, how long it took to make, and its drift on kinds of text that it was and was not chosen by.
 
-    python -m benchmarks.rewrite [--quick] [--text FILE …] [--transfer STEPS] [--partial DIR]
+    python -m benchmarks.rewrite minilm --length 512 --tolerance 0.05
+    python -m benchmarks.rewrite smollm2 --length 4096 --tolerance 0.02 --objective memory [--partial DIR]
 
-Replacements are fitted on one part of the text and chosen by a second; every drift printed is from a third.  Costs are
-multiply-adds, masked entries of blocks included, relative to softmax attention.  The entry of a baseline is the best of
-its settings that costs at most as much as the plan.  --partial stores results, so that an interrupted run can resume.
+Four kinds are those of the calibration set, in pieces that the plan has not seen; four (C and C++ headers, JavaScript,
+licences, from the packages of this environment) are not in it.  Drift of language models is in nats per token: the
+divergence KL(before || after), and the change of the loss.  --partial stores results, so that an interrupted run can
+resume.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import resource
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from headwise.models.inputs import text_input
-from headwise.models.load import load_model
-from headwise.replacement import Effort, Plan, PlanPoint, plan
-from headwise.replacement.planning.make_plan import QUICK
+import matplotlib
+import numpy
+import torch
 
-TOLERANCES = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2)
-BASELINES = {
-    "projection": ("projected",),
-    "window + leading": ("window",),
-    "efficient": ("efficient", "factored"),
-}
+import headwise
+from headwise.models.load import LoadedModel, load_model
+from headwise.replacement import Plan, plan
+from headwise.replacement.planning.calibration_texts import (
+    calibration_texts,
+    model_is_causal,
+    plan_lengths,
+    texts_by_kind,
+)
+from headwise.replacement.planning.drift import answer_for
+from headwise.replacement.planning.timing import OBJECTIVES
+
+UNSEEN = ("c", "c++", "javascript", "licences")
+
+
+def unseen_kinds() -> dict[str, str]:
+    """Texts of kinds that are not in the calibration set, from installed packages."""
+    c = Path(numpy.get_include()) / "numpy"
+    cpp = Path(torch.__file__).parent / "include" / "ATen"
+    js = Path(matplotlib.__file__).parent / "backends" / "web_backend" / "js"
+    found: list[str] = []
+    for name in ("numpy", "torch", "transformers", "matplotlib", "scipy", "safetensors"):
+        try:
+            files = importlib.metadata.files(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found += [str(file.locate()) for file in files if file.name.startswith("LICENSE")]
+    files = {
+        "c": sorted(c.glob("n*.h")),
+        "c++": [cpp / name for name in ("TensorIterator.h", "Dispatch.h", "Context.h")],
+        "javascript": [js / "mpl.js", js / "nbagg_mpl.js"],
+        "licences": [Path(file) for file in sorted(found)],
+    }
+    return {kind: "\n\n".join(x.read_text(errors="replace")[:400_000] for x in given) for kind, given in files.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--text", nargs="+", type=Path)
-    parser.add_argument("--texts", type=int, default=28)
-    parser.add_argument("--transfer", type=int, default=0, metavar="STEPS", help="train the chosen operators further")
+    parser.add_argument("model", nargs="?", default="minilm")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--tolerance", type=float, default=0.05)
+    parser.add_argument("--objective", choices=OBJECTIVES, default="seconds")
+    parser.add_argument("--evaluations", type=int, default=6)
+    parser.add_argument("--texts", type=int, default=2)
     parser.add_argument("--partial", type=Path)
     options = parser.parse_args()
-    loaded = load_model(None)
-    batches = list(text_input(loaded, options.text, length=512, texts=options.texts).batches)
-    start = time.perf_counter()
-    effort = QUICK if options.quick else Effort()
-    result = plan(
+    loaded = load_model(options.model)
+    lengths = plan_lengths(loaded.model, options.length)
+    start, cpu = time.perf_counter(), time.process_time()
+    batches = texts_by_kind(loaded, calibration_texts(), lengths, texts=options.texts)
+    made = plan(
         loaded.model,
         batches,
-        tolerance=0.05,
-        effort=effort,
-        transfer=options.transfer,
+        tolerance=options.tolerance,
+        objective=options.objective,
+        evaluations=options.evaluations,
         name=loaded.name,
         partial_results=options.partial,
+        progress=_progress(),
     )
-    print(f"{loaded.name}, {len(batches)} texts of 512 tokens, split {result.provenance['texts']}; ", end="")
-    print(f"{time.perf_counter() - start:.0f} s for this run\n")
-    _curve(result)
-    _singles(result)
-    ratio = result.timing["ratio"]
-    print(f"\ntolerance 0.05: attention takes {ratio:.2f} of the time of softmax attention at 512 on this machine")
-
-
-def _curve(result: Plan) -> None:
-    names = "".join(f"{name:>17}" for name in BASELINES)
-    print(f"{'tolerance':>9} {'cost 512':>9} {'cost 4096':>10} {'selection':>10} {'test':>8}{names}   (test drift)")
-    worse = 0
-    for tolerance in TOLERANCES:
-        point = result.at(tolerance).point
-        assert point is not None
-        others = [_best(result, kinds, point.cost) for kinds in BASELINES.values()]
-        worse += sum(other is not None and other < (point.test or 0.0) for other in others)
-        cells = "".join(f"{'—' if other is None else f'{other:.4f}':>17}" for other in others)
-        far = result.cost(4096, point.sites)
-        print(f"{tolerance:9.3f} {point.cost:9.1%} {far:10.2%} {point.selection:10.4f} {point.test:8.4f}{cells}")
-    print(f"\na baseline has less drift at no more cost in {worse} of {len(TOLERANCES) * len(BASELINES)} entries")
-
-
-def _best(result: Plan, kinds: tuple[str, ...], cost: float) -> float | None:
-    fit = [p.test for p in result.baselines if p.name.split()[0] in kinds and p.cost <= cost * (1 + 1e-9)]
-    return min((drift for drift in fit if drift is not None), default=None)
-
-
-def _singles(result: Plan) -> None:
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    count = sum(map(len, batches.values()))
     print(
-        f"\n{'one operator for every head':44} {'cost 512':>9} {'cost 4096':>10} {'test':>8} {'plan at that cost':>18}"
+        f"{loaded.name}, {options.objective}, lengths {made.lengths}, {count} texts of {len(batches)} kinds: planned in"
     )
+    print(f"{seconds:.0f} s ({cpu:.0f} processor seconds, {torch.get_num_threads()} threads), {memory:.1f} GB at most")
+    _curve(made)
+    _kinds(loaded, made)
 
-    def row(single: PlanPoint) -> str:
-        same = [p for p in result.curve if p.cost <= single.cost * (1 + 1e-9)]
-        far = result.cost(4096, single.sites)
-        here = f"{min(same, key=lambda p: p.selection).test:.4f}" if same else "—"
-        return f"{single.name:44} {single.cost:9.2%} {far:10.2%} {single.test:8.4f} {here:>18}"
 
-    for single in sorted(result.baselines, key=lambda p: p.cost):
-        print(row(single))
+def _progress() -> Any:
+    last = [time.perf_counter()]
+
+    def progress(what: str, done: int, total: int) -> None:
+        if time.perf_counter() - last[0] > 30:
+            last[0] = time.perf_counter()
+            print(f"{what}: {done / total:.0%}", file=sys.stderr, flush=True)
+
+    return progress
+
+
+def _curve(made: Plan) -> None:
+    print(f"\n{'cost':>8} {'predicted':>10} {'mean':>8} {'largest':>8} {'bound':>8}   drift on the measuring texts")
+    for point in made.curve:
+        values = [x for row in point.drift.values() for x in row.values()]
+        mark = "→" if point is made.point else " "
+        mean = sum(values) / len(values)
+        print(f"{mark}{point.cost:7.1%} {point.predicted:10.4f} {mean:8.4f} {point.largest:8.4f} {point.bound:8.4f}")
+    print(
+        f"cache kept at {made.length}: {made.timing['cache']:.1%}; exact below {sorted(set(made.exact_below.values()))}"
+    )
+    for n, row in made.timing["seconds"].items():
+        print(f"attention at {n:>5}: {row['planned'] / row['exact']:.2f} of the time of exact attention")
+
+
+def _kinds(loaded: LoadedModel, made: Plan) -> None:
+    """Drift of the rewritten model on fresh pieces of known kinds, and on kinds not tried."""
+    new, _ = headwise.rewrite(loaded.model, made)
+    known = {kind: text for kind, text in calibration_texts().items() if kind != "languages"}
+    sources = {**known, **unseen_kinds()}
+    batches = texts_by_kind(loaded, sources, plan_lengths(loaded.model, made.length), texts=3)
+    answer = answer_for(loaded.model, batches["prose"][0], causal=model_is_causal(loaded.model))
+    print(f"\n{'drift of the rewritten model':30}" + "".join(f"{n:>18}" for n in made.lengths))
+    largest = 0.0
+    with torch.no_grad():
+        for kind, given in batches.items():
+            cells = dict.fromkeys(made.lengths, "")
+            for batch in given[1::3]:  # the middle piece; plans see the first and the last
+                length = batch["input_ids"].shape[1]
+                states = [answer.run(model.eval(), batch) for model in (loaded.model, new)]
+                drift = answer.drift(loaded.model, batch, *states)
+                for n in [n for n in made.lengths if n == length or (answer.by_position and n < length)] or [length]:
+                    means = drift[..., :n].mean((1, 2)).tolist()
+                    largest = max(largest, *means)
+                    cells[n] = " ".join(f"{x:+.4f}" for x in means)
+            print(f"{kind + (' (not tried)' if kind in UNSEEN else ''):30}" + "".join(f"{cells[n]:>18}" for n in cells))
+    print(f"largest {largest:.4f}, promised {made.tolerance:g}: {'kept' if largest <= made.tolerance else 'BROKEN'}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ from headwise.replacement.install.saved import load
 from headwise.replacement.install.transformers_attention import register
 from headwise.replacement.kinds import Choice
 from headwise.replacement.model_comparison import compare_models
-from headwise.replacement.planning.make_plan import Effort
 from tests.models.tiny_models import bert, gpt2, torch_encoder
 from tests.replacement.plans import plan_for
 
@@ -141,7 +140,7 @@ class Case:
     arm: Callable[[Any], None]
 
 
-EFFORT = Effort(steps=2, texts=1, options=2, evaluations=3, quick=True)
+BRIEF: dict[str, Any] = {"evaluations": 2, "objective": "multiply-adds"}
 
 
 def _bert(work: Callable[[nn.Module, dict[str, Tensor]], Callable[[], Any]]) -> Case:
@@ -170,7 +169,7 @@ def depth(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Any]:
 
 
 def planned(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Any]:
-    return lambda: headwise.plan(model, batches(batch, 6), tolerance=0.5, effort=EFFORT, choices=[WINDOW], transfer=1)
+    return lambda: headwise.plan(model, batches(batch, 6), tolerance=0.5, choices=[WINDOW], **BRIEF)
 
 
 def rewritten(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Any]:
@@ -315,12 +314,12 @@ def test_a_kind_with_learned_tensors_ignores_the_default_dtype(process: None) ->
     torch.set_default_dtype(torch.float32)
     model, batch = bert()
     kinds = [Choice("projected", {"rank": 3}), Choice("toeplitz", {"reach": 3}), Choice("factored", {"rank": 3})]
-    arguments: dict[str, Any] = {"tolerance": 0.5, "effort": EFFORT, "choices": kinds}
+    arguments: dict[str, Any] = {"tolerance": 0.5, "choices": kinds, **BRIEF}
     expected = headwise.plan(model, batches(batch, 6), **arguments)
     torch.set_default_dtype(torch.float64)
     found = headwise.plan(model, batches(batch, 6), **arguments)
     for one, other in zip(found.curve, expected.curve, strict=True):
-        assert (one.sites, one.cost, one.test) == (other.sites, other.cost, other.test)
+        assert (one.sites, one.cost, one.drift) == (other.sites, other.cost, other.drift)
 
 
 @pytest.mark.parametrize("family", [bert, gpt2])

@@ -24,7 +24,9 @@ from headwise.examination.measure.path_lengths import by_length
 from headwise.models import InterceptionError, intercept
 from headwise.models.unseen import DID_NOT_RUN, unseen_attention
 from headwise.replacement.kinds import Choice
-from headwise.replacement.planning.drift import DriftTrial, pooled_states
+from headwise.replacement.planning.capture import find_sites
+from headwise.replacement.planning.drift import PooledStates, Predictions, run_with
+from headwise.replacement.planning.sensitivity import sensitivities
 from tests.models.tiny_models import ALL, bert, torch_encoder
 from tests.replacement.plans import plan_for
 
@@ -141,33 +143,33 @@ def test_threads_share_a_rewritten_model() -> None:
         pass
 
 
-def test_measuring_drift_leaves_other_threads_alone() -> None:
-    """Layers return stored outputs in the measuring thread only."""
+def test_drift_is_measured_in_its_own_thread() -> None:
+    """Heads are replaced in the measuring thread only."""
     model, batch = bert()
     model.eval()
-    names = [f"encoder.layer.{i}.attention.self" for i in range(2)]
-    zero = lambda q, k, v, **options: torch.zeros_like(q)  # noqa: E731
-    trial = DriftTrial(model, [batch, batch], pooled_states, names)
+    heads = {"encoder.layer.1.attention.self": lambda q, k, v, **options: torch.zeros_like(q)}
     other = {"input_ids": batch["input_ids"].flip(1)}
-    with meanwhile(unchanged(lambda: output(model, other)), at_least=60), trial.open():
-        expected = trial.drifts({names[1]: zero})[0]
+    with meanwhile(unchanged(lambda: output(model, other)), at_least=60):
+        expected = run_with(model, batch, PooledStates(), heads)
         for _ in range(30):
-            assert torch.equal(trial.drifts({names[1]: zero})[0], expected)
-    assert all("forward" not in module.__dict__ for module in model.modules())
+            assert torch.equal(run_with(model, batch, PooledStates(), heads), expected)
 
 
-def test_two_threads_measure_drift_on_one_model() -> None:
-    model, batch = bert()
-    model.train()
-    name = "encoder.layer.1.attention.self"
+def test_threads_share_recomputed_layers() -> None:
+    """Sensitivities of one model in three threads, while another one runs it; the last thread restores its layers."""
+    model, batch = ALL["gpt2"]()
+    model.eval()
+    sites = find_sites(model, batch)
+    candidates = {name: [lambda q, k, v, **options: torch.zeros_like(q)] for name in sites}
 
     def measure() -> Tensor:
-        with DriftTrial(model, [batch], pooled_states, [name]).open() as trial:
-            return trial.drifts({name: lambda q, k, v, **options: torch.zeros_like(q)})[0]
+        found = sensitivities(model, batch, sites, candidates, Predictions(), torch.Generator().manual_seed(0))
+        return torch.cat(list(found.values()))
 
-    with meanwhile(*[unchanged(measure)] * 3, at_least=15):
+    jobs = [unchanged(measure)] * 3 + [unchanged(lambda: output(model, batch))]
+    with meanwhile(*jobs, at_least=12):
         pass
-    assert all(module.training and "forward" not in module.__dict__ for module in model.modules())
+    assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 def test_threads_rewrite_models_at_once() -> None:

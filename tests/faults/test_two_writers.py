@@ -75,7 +75,7 @@ def examine(model: str, out: Path) -> list[str]:
 
 
 def plan(model: str, out: Path) -> list[str]:
-    return ["plan", model, "-o", str(out), "--quick", "--quiet", "--force", "--json"]
+    return ["plan", model, "-o", str(out), "--objective", "multiply-adds", "--quiet", "--force", "--json"]
 
 
 def check(out: Path, done: list[Outcome], kinds: list[str]) -> None:

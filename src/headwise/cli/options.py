@@ -133,6 +133,7 @@ def add_inputs(
     texts: int | None,
     texts_default: str = "%(default)s",
     kinds: Collection[str] = ("images", "audio"),
+    text_help: str = "plain text (default: Moby-Dick, shipped)",
 ) -> None:
     """--text | --images | --audio | --random-tokens, --length, --texts
 
@@ -140,9 +141,7 @@ def add_inputs(
     kinds   which inputs other than text the command takes
     """
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--text", nargs="+", type=file_path, metavar="FILE", help="plain text (default: Moby-Dick, shipped)"
-    )
+    source.add_argument("--text", nargs="+", type=file_path, metavar="FILE", help=text_help)
     if "images" in kinds:
         source.add_argument("--images", type=file_path, metavar="DIR", help="a directory of images")
     if "audio" in kinds:
@@ -259,13 +258,12 @@ def _made_inputs(options: argparse.Namespace, loaded: LoadedModel) -> Inputs:
 
     given: dict[str, Any] = vars(options)
     sources = [name for name in ("text", "images", "audio", "random_tokens") if given.get(name) is not None]
-    length = [] if "objective" in given else ["length"]  # a plan may be for another length than that of its texts
     if loaded.batches is not None:
-        _refuse_unused(given, [*sources, *length], "the factory returned batches of its own")
+        _refuse_unused(given, [*sources, "length"], "the factory returned batches of its own")
         batches = take_batches(str(loaded.source), loaded.batches, options.texts)
         return Inputs(batches, None, {"kind": "the factory's own batches"})
     if sources not in ([], ["text"]):
-        _refuse_unused(given, length, f"--{sources[0].replace('_', '-')} is given")
+        _refuse_unused(given, ["length"], f"--{sources[0].replace('_', '-')} is given")
     if given.get("images") is not None:
         from headwise.models.media.images import image_input
 

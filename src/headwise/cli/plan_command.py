@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwise.cli import options as shared
 from headwise.errors import check_extra
@@ -13,9 +13,11 @@ from headwise.output_directory import OutputDirectory
 from headwise.outputs import json_text
 
 if TYPE_CHECKING:
+    from headwise.models.load import LoadedModel
     from headwise.replacement import Plan
 
-TOLERANCES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
+PER_KIND, OTHERS = 2, 12
+"""Default of --texts: for each kind and length, and for images and random tokens."""
 
 
 def run(argv: list[str]) -> int:
@@ -52,32 +54,37 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = shared.Parser(
         prog="headwise plan",
-        description="Choose for every head the cheapest operator that keeps the output of the model: fitted on some "
-        "texts, chosen by others, tested on the rest.",
+        description="Choose for every head the cheapest operator that keeps the output of the model, also on kinds of "
+        "text that were not tried: half of the texts choose, the others measure.",
         epilog="Then: headwise rewrite MODEL --plan DIR -o NEW",
     )
     shared.add_model(parser)
-    shared.add_inputs(parser, texts=None, texts_default="28; with --quick 12", kinds=("images",))
+    each = f"{PER_KIND} of each kind and length, {OTHERS} images"
+    shared.add_inputs(
+        parser,
+        texts=None,
+        texts_default=each,
+        kinds=("images",),
+        text_help="plain text, each file a kind of its own (default: prose, code, a manual, records, other languages)",
+    )
     parser.add_argument(
         "--tolerance",
         type=shared.number(0),
         default=0.05,
         metavar="T",
-        help="largest drift allowed (default: %(default)s)",
+        help="largest drift allowed: 1 - cosine, or nats per token for language models (default: %(default)s)",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer candidates, fitting steps and texts")
     parser.add_argument(
         "--objective",
-        choices=("multiply_adds", "seconds"),
-        default="multiply_adds",
+        choices=("seconds", "prefill", "decode", "memory", "multiply-adds"),
+        default="seconds",
         help="quantity to minimise (default: %(default)s)",
     )
     parser.add_argument(
-        "--transfer",
-        type=shared.whole_number(0, 1_000_000),
-        default=0,
-        metavar="STEPS",
-        help="train the chosen operators for STEPS more steps",
+        "--beyond",
+        choices=("exact", "refuse"),
+        default="exact",
+        help="what the rewritten model does with sequences longer than --length (default: %(default)s attention)",
     )
     shared.add_output(parser, default="headwise-plan")
     parser.add_argument(
@@ -85,66 +92,87 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     shared.add_force(parser)
-    shared.add_seed(parser, "of the split of the texts, the fits and the search")
+    shared.add_seed(parser, "of the random directions and labels")
     shared.add_json(parser, "the plan")
     return parser
 
 
 def _plan(options: argparse.Namespace, partial: Path, command: str) -> Plan:
     from headwise.cli.progress import bars
-    from headwise.replacement import Effort, plan
-    from headwise.replacement.planning.make_plan import QUICK
+    from headwise.replacement import plan
 
-    if options.texts is None:
-        options.texts = 12 if options.quick else 28
     loaded = shared.load(options)
-    inputs = shared.make_inputs(options, loaded)
+    batches, data = _batches(options, loaded)
     with bars(quiet=shared.is_quiet(options)) as progress:
         return plan(
             loaded.model,
-            inputs.batches,
+            batches,
             tolerance=options.tolerance,
-            length=options.length,
             objective=options.objective,
-            effort=QUICK if options.quick else Effort(),
-            transfer=options.transfer,
+            beyond=options.beyond,
             seed=options.seed,
             name=loaded.name,
-            provenance={"command": command, "data": inputs.description},
+            provenance={"command": command, "data": data},
             partial_results=partial,
             progress=progress,
         )
 
 
+def _batches(options: argparse.Namespace, loaded: LoadedModel) -> tuple[Any, dict[str, Any]]:
+    """Batches, by kind if they are texts, and where they came from."""
+    others = options.images is not None or options.random_tokens is not None or loaded.batches is not None
+    if others:
+        options.texts = options.texts or OTHERS
+        inputs = shared.make_inputs(options, loaded)
+        return inputs.batches, inputs.description
+    from headwise.models.inputs import declared_length, tokenizer_of
+    from headwise.models.load import DTYPES
+    from headwise.models.run import placed
+    from headwise.replacement.planning.calibration_texts import (
+        calibration_texts,
+        plan_lengths,
+        read_kinds,
+        texts_by_kind,
+    )
+
+    sources = calibration_texts() if options.text is None else read_kinds(options.text)
+    longest = options.length or declared_length(loaded, tokenizer_of(loaded))[0]
+    lengths = plan_lengths(loaded.model, longest)
+    kinds = texts_by_kind(loaded, sources, lengths, texts=max(2, options.texts or PER_KIND))
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    batches = {kind: [placed(batch, options.device, dtype) for batch in given] for kind, given in kinds.items()}
+    return batches, {"kind": "text", "source": list(sources), "length": longest}
+
+
 def _print(plan: Plan, files: list[Path]) -> None:
     from headwise.cli.tables import print_table, print_text
 
-    headings = ("tolerance", f"cost at {plan.length}", "predicted", "largest drift", "bound")
-    rows: list[tuple[str, ...]] = []
-    last, bold = None, None
-    for tolerance in sorted({*TOLERANCES, plan.tolerance}):
-        point = plan.at(tolerance).point
-        if point is None or (point is last and tolerance != plan.tolerance):
-            continue
-        bold = len(rows) if tolerance == plan.tolerance else bold
-        rows.append(
-            (
-                ("→ " if tolerance == plan.tolerance else "") + f"{tolerance:g}",
-                f"{point.cost:.1%}",
-                f"{point.predicted:.4f}",
-                f"{point.largest:.4f}",
-                f"{point.bound:.4f}",
-            )
+    headings = (f"cost at {plan.length}", "predicted drift", "largest measured", "bound for any kind")
+    rows = [
+        (
+            ("→ " if point is plan.point else "") + f"{point.cost:.1%}",
+            *(f"{value:.4f}" for value in (point.predicted, point.largest, point.bound)),
         )
-        last = point
-    ratio = plan.timing["ratio"]
-    print_text(f"Attention takes {ratio:.0%} of the time of softmax attention at {plan.length} on this machine.")
-    if ratio > 1 and plan.provenance["objective"] != "seconds":
+        for point in plan.curve
+    ]
+    bold = next((i for i, point in enumerate(plan.curve) if point is plan.point), None)
+    objective = plan.provenance["objective"]
+    print_table(
+        f"{plan.model['name']}: attention cost ({objective}) against drift", headings, rows, no_wrap=headings, bold=bold
+    )
+    if plan.point is not None:
+        kinds = plan.point.drift
+        cells = [(kind, *(f"{row[n]:.4f}" if n in row else "" for n in plan.lengths)) for kind, row in kinds.items()]
+        title = f"drift of the plan for {plan.tolerance:g} ({plan.measure}), by kind of text and length"
+        print_table(title, ("kind", *map(str, plan.lengths)), cells, words=("kind",))
         print_text(
-            "Fewer multiply-adds need not be faster on short sequences; --objective seconds minimises measured time."
+            f"The bound is for kinds that were not tried: from {len(kinds)} kinds, each with a plan chosen without it, "
+            f"and their spread. Beyond {plan.length} tokens the rewritten model "
+            f"{'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
         )
-    title = f"{plan.model['name']}: attention cost against drift"
-    print_table(title, headings, rows, words=(), no_wrap=headings, bold=bold)
+    print_text(f"The key-value cache would keep {plan.timing['cache']:.0%} of its keys at {plan.length}.")
+    for n, row in plan.timing["seconds"].items():
+        print_text(f"Attention takes {row['planned'] / row['exact']:.0%} of the time of exact attention at {n}.")
     for site, why in plan.skipped.items():
         print(f"skipped: {site}: {why}")
     for file in files:

@@ -79,7 +79,7 @@ def text_input(
     """
     check_takes(loaded, "text")
     paths = list(files) if files else [SAMPLE_TEXT]
-    content = "\n\n".join(_read(path) for path in paths)
+    content = "\n\n".join(read_text(path) for path in paths)
     if not content.strip():
         raise InputError(f"{', '.join(map(str, paths))}: empty; give a text with at least a few sentences")
     tokenizer = tokenizer_of(loaded)
@@ -274,7 +274,8 @@ def with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor
     return {**batch, "decoder_input_ids": torch.full((rows, 16), start)}
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text in a file; InputError unless it is one in UTF-8."""
     try:
         content = path.read_bytes()
     except OSError as error:

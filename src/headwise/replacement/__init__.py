@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.install.saved import load
 from headwise.replacement.kinds import KINDS, AttentionSample, Choice, HeadInputs, Kind, KindOption, register_kind
-from headwise.replacement.planning.make_plan import Effort, plan
+from headwise.replacement.planning.make_plan import plan
 from headwise.replacement.plans import Plan, PlanPoint
 from headwise.replacement.rewriting import rewrite
 from headwise.replacement.standard_kinds import SOFTMAX
@@ -20,7 +20,6 @@ __all__ = [
     "SOFTMAX",
     "AttentionSample",
     "Choice",
-    "Effort",
     "HeadCache",
     "HeadInputs",
     "Kind",

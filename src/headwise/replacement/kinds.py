@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, final
@@ -109,7 +109,7 @@ class Kind:
     initial          (options, length, width) -> initial values of the learned tensors of one head
     start            (options, samples, generator) -> better initial values from recorded calls, stacked (h, *shape)
     step_sizes       initial step size of Adam for each learned tensor (default 0.02)
-    candidates       (length, quick) -> option values that `plan` tries (default: the defaults of all options)
+    candidates       (length, causal) -> option values that `plan` tries (default: the defaults of all options)
     causal           whether P has a causal form; a function of the options if that depends on them
     cached           one query against all keys gives the row that all queries together give, so a cache can be used
     cross_attention  works for queries and keys at different positions
@@ -127,7 +127,7 @@ class Kind:
     initial: Callable[[Options, int, int], Tensors] = lambda options, length, width: {}
     start: Callable[[Options, Sequence[AttentionSample], torch.Generator], Tensors] | None = None
     step_sizes: Mapping[str, float] = field(default_factory=dict)
-    candidates: Callable[[int, bool], Iterable[Options]] = lambda length, quick: [{}]
+    candidates: Callable[[int, bool], Iterable[Options]] = lambda length, causal: [{}]
     causal: bool | Callable[[Options], bool] = False
     cached: bool = False
     cross_attention: bool = False
@@ -304,18 +304,12 @@ class Choice:
 def _cost(choice: Choice, n: int, width: int, causal: bool) -> Cost:
     zeros = torch.zeros(1, 1, n, width, dtype=torch.float32)
     tensors = {name: x.unsqueeze(0) for name, x in choice.initial(n, width).items()}
-    return choice.operator(HeadInputs(zeros, zeros, Mask(n, n, causal), 1.0), tensors).cost(width)
+    cost = choice.operator(HeadInputs(zeros, zeros, Mask(n, n, causal), 1.0), tensors).cost(width)
+    # the fused kernel skips the masked half
+    return replace(cost, multiply_adds=cost.multiply_adds // 2) if causal and choice.kind == "softmax" else cost
 
 
-def candidates(length: int, *, causal: bool, calibration_length: int, quick: bool = False) -> list[Choice]:
-    """The choices that `plan` tries for sequences of `length`.
-
-    Choices with a learned entry per position are left out if the calibration texts are shorter than `length`.
-    """
-    choices = [Choice(name, options) for name, kind in KINDS.items() for options in kind.candidates(length, quick)]
-    return [
-        choice
-        for choice in choices
-        if (choice.causal or not causal)
-        and (calibration_length >= length or choice.shapes(length, 1) == choice.shapes(length + 1, 1))
-    ]
+def candidates(length: int, *, causal: bool) -> list[Choice]:
+    """The choices that `plan` tries for sequences of up to `length`."""
+    choices = [Choice(name, options) for name, kind in KINDS.items() for options in kind.candidates(length, causal)]
+    return [choice for choice in choices if choice.causal or not causal]

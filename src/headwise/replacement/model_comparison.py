@@ -1,4 +1,4 @@
-"""Compare two models on the same texts: the drift of their outputs (as in `planning.drift`), and their times."""
+"""Compare two models on the same texts: |difference| of losses, or 1 - cosine of pooled states, and their times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.models.gate import UNTRUSTED, Trust
@@ -18,7 +19,7 @@ from headwise.models.load import LoadedModel, load_model
 from headwise.models.run import as_it_was, run_model
 from headwise.reading import anything, map_of, read_json
 from headwise.replacement.install.saved import load
-from headwise.replacement.planning.drift import difference, pooled_states, token_loss
+from headwise.replacement.planning.drift import CHUNK, PooledStates
 
 
 @final
@@ -63,7 +64,8 @@ def compare_models(
 ) -> ModelDifference:
     """Run both models on every batch, alternating, so that other load affects both times."""
     losses = all(hasattr(x.model, "lm_head") for x in (old, new)) and isinstance(batches[0], Mapping)
-    measure = token_loss if losses and "input_ids" in batches[0] else pooled_states
+    losses = losses and "input_ids" in batches[0]
+    states = PooledStates()
     drifts: list[float] = []
     seconds: tuple[list[float], list[float]] = ([], [])
     with as_it_was(old.model), as_it_was(new.model), torch.no_grad():
@@ -71,17 +73,26 @@ def compare_models(
             outputs = []
             for loaded, times in zip((old, new), seconds, strict=True):
                 start = time.perf_counter()
-                output = run_model(loaded.model, batch)
+                outputs.append(token_loss(loaded.model, batch) if losses else states.run(loaded.model, batch))
                 times.append(time.perf_counter() - start)
-                outputs.append(measure(loaded.model, batch, output))
             if outputs[0].shape != outputs[1].shape:
                 shapes = " and ".join(str(tuple(x.shape)) for x in outputs)
                 raise InputError(f"the outputs of {old.name} and {new.name} have different shapes, {shapes}")
-            drifts += difference(*outputs).tolist()
+            a, b = outputs
+            drifts += ((b - a).abs() if losses else states.drift(old.model, batch, a, b).flatten()).tolist()
             if progress is not None:
                 progress(index + 1)
-    kind = "loss" if measure is token_loss else "cosine"
-    return ModelDifference(old.name, new.name, kind, drifts, *seconds, _operators(new.model))
+    return ModelDifference(old.name, new.name, "loss" if losses else "cosine", drifts, *seconds, _operators(new.model))
+
+
+def token_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Mean loss per predicted token: (b,)"""
+    ids, logits = batch["input_ids"], run_model(model, batch).logits
+    losses = [
+        F.cross_entropy(part.float().mT, label, reduction="none")
+        for part, label in zip(logits[:, :-1].split(CHUNK, 1), ids[:, 1:].split(CHUNK, 1), strict=True)
+    ]
+    return torch.cat(losses, 1).double().mean(-1)
 
 
 def _operators(model: nn.Module) -> dict[str, int]:

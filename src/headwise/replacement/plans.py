@@ -105,9 +105,7 @@ INSTALLED = fields(
         "version": version(INSTALLED_VERSION, "rewrite the original model again"),
         "length": whole(1, LONGEST),
         "beyond": string(BEYOND),
-        "sites": map_of(
-            fields({"width": _POSITIVE, "heads": list_of(_CHOICE), "exact_below": whole(0, LONGEST)})
-        ),
+        "sites": map_of(fields({"width": _POSITIVE, "heads": list_of(_CHOICE), "exact_below": whole(0, LONGEST)})),
     }
 )
 """`headwise` in the config.json of a rewritten model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,17 +37,13 @@ from headwise.replacement.kinds import (
     register_kind,
 )
 
-LEADING = 1
-"""Candidates attend to the first key: heads with nothing to attend to use it, and break without it."""
+LEADING = 4
+"""Candidates attend to the first keys: heads with nothing to attend to use them, and break without them."""
 
 LARGEST = 1 << 20
 """Bound of everything that is counted in tokens or features."""
 
 LEADING_OPTION, RANK, SHARPNESS = KindOption(0, 0, LARGEST), KindOption(64, 1, LARGEST), KindOption(1.0, 1e-6, 1e6)
-
-
-def _up_to_half(length: int, sizes: Iterable[int]) -> list[int]:
-    return [size for size in sizes if 2 * size <= length]
 
 
 # ---- functions of the offset j - i ----
@@ -117,6 +113,12 @@ def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOpera
     return softmax(x.q, x.k, scale=x.scale, key_mask=x.mask.key_mask, pair_mask=pairs.unsqueeze(1))
 
 
+def _windows(length: int, causal: bool) -> list[Options]:
+    """Widths 2^i up to half the length: a window on one side has as many keys as half of one on both sides."""
+    widths = [1 << i for i in range(4, 20) if (1 << i) <= length // 2]
+    return [{"width": width if causal else width + 1, "leading": LEADING} for width in widths[-7:]]
+
+
 def _near_far(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     a, b, c = (tensors[name].to(x.q.dtype) for name in ("a", "b", "c"))
     block, leading = _near_far_sizes(x, options)
@@ -154,12 +156,6 @@ def _start_near_far(options: Options, samples: Sequence[AttentionSample], genera
     return {"a": u / 2, "b": u, "c": -samples[0].inputs.scale * u.square().sum(-1) / 2 - 1}
 
 
-def _near_far_candidates(length: int, quick: bool) -> list[Options]:
-    full = {1: (16, 4, 8, 32), 3: (16, 4, 8, 32), 7: (16, 8, 32, 64), 15: (16,)}
-    blocks = [(block, rank) for rank in ((3,) if quick else full) for block in full[rank]]
-    return [{"block": b, "rank": r, "leading": LEADING} for b, r in blocks if 4 * max(b, r) <= length]
-
-
 # ---- all keys at linear cost ----
 
 
@@ -179,10 +175,6 @@ def _hashed(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOpera
     rotations = _rotations(x.q.detach(), x.n / chunk, rounds)
     k = x.k if x.k.shape[1] == heads else x.k.repeat_interleave(heads // x.k.shape[1], 1)
     return hashed(x.q, k, rotations, rounds=rounds, chunk=chunk, scale=x.scale, **x.masks)
-
-
-def _ranks(length: int, quick: bool) -> list[int]:
-    return _up_to_half(length, (16, 64) if quick else (8, 16, 32, 64))
 
 
 # ---- learned projections of the keys: e and f have a column per position ----
@@ -233,6 +225,15 @@ def _initial_window_low_rank(options: Options, length: int, width: int) -> Tenso
 PROJECTION_STEPS = {"e": 0.001, "f": 0.001}
 
 
+def _none(length: int, causal: bool) -> list[Options]:
+    """Only for `choices` and plans by hand: `plan` would never choose it on the models measured, or it is learned.
+
+    Learned tensors are of the texts they were fitted to, so that a bound for other kinds does not hold for them;
+    features of rotated queries and keys (near_far) also depend on where a text stands.
+    """
+    return []
+
+
 STANDARD_KINDS = {
     "softmax": Kind(
         "softmax over all keys, unchanged",
@@ -250,15 +251,16 @@ STANDARD_KINDS = {
         cross_attention=True,
         features=lambda x, scale, options: torch.zeros_like(x[..., :1]),
         reads_scores=False,
+        candidates=_none,
     ),
     "offset": Kind(
         "the key `by` positions later, or the outermost one at the ends",
         lambda x, options, tensors: offset(x.m, x.n, options["by"], key_mask=x.mask.key_mask, device=x.q.device),
         {"by": KindOption(0, -LARGEST, LARGEST)},
-        candidates=lambda length, quick: [{"by": by} for by in (-1, 0, 1)],
         causal=lambda options: options["by"] <= 0,
         cached=True,
         reads_scores=False,
+        candidates=_none,
     ),
     "toeplitz": Kind(
         "softmax of a learned profile over offsets -reach..reach, constant beyond",
@@ -267,10 +269,10 @@ STANDARD_KINDS = {
         lambda options, length, width: {"profile": torch.zeros(2 * options["reach"] + 1)},
         _start_profile,
         {"profile": 0.05},
-        candidates=lambda length, quick: [{"reach": min(64, length - 1)}],
         causal=True,
         cached=True,
         reads_scores=False,
+        candidates=_none,
     ),
     "gaussian_window": Kind(
         "softmax of -(offset - centre)^2 / (2 width^2), centre and width learned",
@@ -280,15 +282,13 @@ STANDARD_KINDS = {
         causal=True,
         cached=True,
         reads_scores=False,
+        candidates=_none,
     ),
     "window": Kind(
         "softmax over `width` neighbours and the `leading` first keys",
         _window,
         {"width": KindOption(65, 1, LARGEST), "leading": LEADING_OPTION},
-        candidates=lambda length, quick: [
-            {"width": width, "leading": LEADING}
-            for width in _up_to_half(length, (17, 65, 129) if quick else (9, 17, 33, 65, 129))
-        ],
+        candidates=_windows,
         causal=True,
         cached=True,
         from_first_key=True,
@@ -301,7 +301,7 @@ STANDARD_KINDS = {
         _initial_near_far,
         _start_near_far,
         {"a": 0.1, "b": 0.1, "c": 0.1},
-        candidates=_near_far_candidates,
+        candidates=_none,
         causal=True,
         from_first_key=True,
         pattern=_near_far_pattern,
@@ -310,28 +310,26 @@ STANDARD_KINDS = {
         "softmax over the features of q times softmax over the keys of k",
         lambda x, options, tensors: efficient(x.q, x.k, scale=options["sharpness"] * x.scale, **x.masks),
         {"sharpness": SHARPNESS},
-        candidates=lambda length, quick: [{"sharpness": s} for s in ((2.0,) if quick else (1.0, 2.0, 4.0))],
         causal=True,
         cached=True,
         cross_attention=True,
         features=lambda x, scale, options: x * (options["sharpness"] * scale),
+        candidates=_none,
     ),
     "hashed": Kind(
         "softmax over keys near the query in the order of a locality-sensitive hash",
         _hashed,
         {"rounds": KindOption(4, 1, 64), "chunk": KindOption(64, 1, LARGEST)},
-        candidates=lambda length, quick: [
-            {"rounds": 2, "chunk": chunk} for chunk in _up_to_half(length, () if quick else (16, 32))
-        ],
         causal=True,
+        candidates=_none,
     ),
     "nystrom": Kind(
         "Nyström approximation through the means of `landmarks` segments",
         lambda x, options, tensors: nystrom(x.q, x.k, min(options["landmarks"], x.m, x.n), scale=x.scale, **x.masks),
         {"landmarks": RANK},
-        candidates=lambda length, quick: [{"landmarks": rank} for rank in _ranks(length, quick)],
         cross_attention=True,
         from_first_key=True,
+        candidates=_none,
     ),
     "projected": Kind(
         "softmax over `rank` learned mixtures of the keys",
@@ -339,9 +337,9 @@ STANDARD_KINDS = {
         {"rank": RANK},
         _initial_projections,
         step_sizes=PROJECTION_STEPS,
-        candidates=lambda length, quick: [{"rank": rank} for rank in _ranks(length, quick)],
         cross_attention=True,
         from_first_key=True,
+        candidates=_none,
     ),
     "factored": Kind(
         "`efficient` over `rank` learned mixtures of the keys",
@@ -349,9 +347,9 @@ STANDARD_KINDS = {
         {"rank": RANK, "sharpness": SHARPNESS},
         _initial_projections,
         step_sizes=PROJECTION_STEPS,
-        candidates=lambda length, quick: [{"rank": rank, "sharpness": 4.0} for rank in _up_to_half(length, (64,))],
         cross_attention=True,
         from_first_key=True,
+        candidates=_none,
     ),
     "window_low_rank": Kind(
         "softmax over `width` neighbours, the `leading` first keys and `rank` learned mixtures of all keys",
@@ -359,12 +357,8 @@ STANDARD_KINDS = {
         {"width": KindOption(33, 1, LARGEST), "rank": KindOption(16, 1, LARGEST), "leading": LEADING_OPTION},
         _initial_window_low_rank,
         step_sizes={**PROJECTION_STEPS, "bias": 0.1},
-        candidates=lambda length, quick: [
-            {"width": width, "rank": rank, "leading": LEADING}
-            for width, rank in (((17, 8),) if quick else ((17, 8), (33, 16)))
-            if 2 * max(width, rank) <= length
-        ],
         from_first_key=True,
+        candidates=_none,
     ),
 }
 for name, kind in STANDARD_KINDS.items():

@@ -1,11 +1,8 @@
-"""Record q, k, v and the output of every attention call of a model on some batches, to fit replacements to.
-
-Sites are recorded in groups that fit into a memory budget: a long text through a deep model has gigabytes of them.
-"""
+"""Find the attention of a model, and record q, k, v and the output of its calls, to fit replacements to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -17,9 +14,6 @@ from headwise.models.run import run_model
 from headwise.replacement.install.mixed_heads import along, is_padding_or_causal, padding_last
 from headwise.replacement.kinds import AttentionSample, HeadInputs
 
-SiteRecording = tuple[str, Callable[[], list[list[AttentionSample]]]]
-"""A site, and a function that returns its samples on each of the given lists of batches."""
-
 
 @final
 @dataclass(frozen=True)
@@ -28,10 +22,10 @@ class AttentionSite:
 
     name: str
     heads: int
+    key_value_heads: int
     width: int
     length: int
     causal: bool
-    numbers: int  # in q, k, v and the output of one call
     skipped: str | None = None
 
 
@@ -55,8 +49,7 @@ def find_sites(model: nn.Module, batch: Any) -> dict[str, AttentionSite]:
         if base != name:
             reason = "its module is used several times in a pass"
             sites[base] = replace(sites[base], skipped=reason)
-        numbers = q.numel() + k.numel() + v.numel() + out.numel()
-        sites[name] = AttentionSite(name, q.shape[1], q.shape[-1], k.shape[-2], mask.causal, numbers, reason)
+        sites[name] = AttentionSite(name, q.shape[1], k.shape[1], q.shape[-1], k.shape[-2], mask.causal, reason)
         return out
 
     with torch.no_grad(), intercept(model, answer=answer):
@@ -64,6 +57,20 @@ def find_sites(model: nn.Module, batch: Any) -> dict[str, AttentionSite]:
     if not sites:
         raise nothing_seen(model)
     return sites
+
+
+def layers_of(model: nn.Module, sites: Sequence[str]) -> dict[str, nn.Module]:
+    """The member of a ModuleList that contains each site; empty if some site is in none."""
+    modules = dict(model.named_modules())
+    layers = {}
+    for site in sites:
+        parts = site.partition("@")[0].split(".")
+        above = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        inside = [name for name in above if isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)]
+        if not inside:
+            return {}
+        layers[site] = modules[inside[0]]
+    return layers
 
 
 def capture(model: nn.Module, batches: Sequence[Any], names: Collection[str]) -> dict[str, list[AttentionSample]]:
@@ -93,38 +100,3 @@ def _sample(inputs: HeadInputs, v: Tensor, output: Tensor) -> AttentionSample:
     turned, v, _ = padding_last(inputs, v, padding)
     forth = (torch.arange(inputs.n, device=v.device) + padding) % inputs.n
     return AttentionSample(turned, v, along(output, forth))
-
-
-def recordings(
-    model: nn.Module, sites: Mapping[str, AttentionSite], parts: Sequence[Sequence[Any]], budget: int
-) -> Iterator[SiteRecording]:
-    """(site, samples) for every site; samples() returns its samples on each of `parts`, which are lists of batches.
-
-    Sites are recorded in groups that fit into `budget` bytes, when samples() is first called in a group.
-    """
-    for names in in_portions(sites, sum(map(len, parts)), budget):
-        recorded: list[dict[str, list[AttentionSample]]] = []
-        for index, name in enumerate(names):
-
-            def samples(name: str = name, left: Sequence[str] = names[index:], recorded: list = recorded) -> list:
-                if not recorded:
-                    recorded.extend(capture(model, part, left) for part in parts)
-                return [of_site[name] for of_site in recorded]
-
-            yield name, samples
-            for of_site in recorded:
-                del of_site[name]
-
-
-def in_portions(sites: Mapping[str, AttentionSite], batches: int, budget: int) -> list[list[str]]:
-    """Group sites so that their samples on all batches fit into `budget` bytes."""
-    portions: list[list[str]] = []
-    room = 0
-    for site in sites.values():
-        size = 4 * site.numbers * batches
-        if not portions or size > room:
-            portions.append([])
-            room = budget
-        portions[-1].append(site.name)
-        room -= size
-    return portions

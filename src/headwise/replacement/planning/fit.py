@@ -9,97 +9,13 @@ held out: each head keeps the tensors that are best there, so that it does not o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.replacement.kinds import AttentionSample, Choice, Tensors
-from headwise.replacement.planning.capture import SiteRecording
-from headwise.replacement.planning.saved_progress import PlanProgress, SiteFits
-
-Report = Callable[[str, int, int], None]
-"""(what is being done, how much of it is done, how much there is)"""
-
-Fitted = dict[tuple[str, Choice], Tensors]
-"""Learned tensors of all heads, stacked (h, *shape), by (site, choice)."""
-
-
-def fit_sites(
-    recordings: Iterable[SiteRecording],
-    choices: Sequence[Choice],
-    *,
-    sites: int,
-    length: int,
-    steps: int,
-    seed: int,
-    progress: PlanProgress,
-    report: Report,
-) -> tuple[Fitted, dict[tuple[str, Choice], Tensor]]:
-    """Fit every choice at every site to the first part of its recording; errors (h,) are on the second part."""
-    fitted: Fitted = {}
-    errors_of: dict[tuple[str, Choice], Tensor] = {}
-    done = 0
-    for site, samples in recordings:
-
-        def compute(samples: Callable = samples, done: int = done) -> SiteFits:
-            calibration, selection = samples()
-            fits: SiteFits = {}
-            for index, choice in enumerate(choices):
-                similar = _similar(choice, fits, length, calibration[0].inputs.q.shape[-1])
-                tensors = fit(
-                    choice,
-                    calibration,
-                    length=length,
-                    steps=steps if similar is None else steps // 3,
-                    generator=torch.Generator().manual_seed(seed),
-                    start=similar,
-                )
-                fits[choice] = (tensors, errors(choice, selection, tensors))
-                report("fitting operators to heads", done + index + 1, sites * len(choices))
-            return fits
-
-        for choice, (tensors, error) in progress.fits(site, compute).items():
-            fitted[site, choice] = tensors
-            errors_of[site, choice] = error
-        done += len(choices)
-    return fitted, errors_of
-
-
-def transfer(
-    recordings: Iterable[SiteRecording],
-    fitted: Fitted,
-    pairs: Collection[tuple[str, Choice]],
-    *,
-    length: int,
-    steps: int,
-    seed: int,
-    progress: PlanProgress,
-    report: Report,
-) -> Fitted:
-    """Fine-tune each (site, choice) pair for `steps` steps: the first stage of LoLCATs (Zhang et al. 2024)."""
-    result: Fitted = {}
-    for site, samples in recordings:
-        for choice in sorted((choice for at, choice in pairs if at == site), key=str):
-
-            def compute(choice: Choice = choice, site: str = site, samples: Callable = samples) -> SiteFits:
-                (calibration,) = samples()
-                generator = torch.Generator().manual_seed(seed)
-                start = fitted[site, choice]
-                tensors = fit(choice, calibration, length=length, steps=steps, generator=generator, start=start)
-                return {choice: (tensors, errors(choice, calibration, tensors))}
-
-            result[site, choice] = progress.fits(f"{site}|{choice}|{steps} more", compute)[choice][0]
-            report("training the chosen operators further", len(result), len(pairs))
-    return result
-
-
-def _similar(choice: Choice, fits: SiteFits, length: int, width: int) -> Tensors | None:
-    """The tensors of a fitted choice of the same kind and with the same shapes, from which a fit can start."""
-    shapes = choice.shapes(length, width)
-    same = (c for c in fits if shapes and c.kind == choice.kind and c.shapes(length, width) == shapes)
-    return next((fits[c][0] for c in same), None)
 
 
 def fit(
@@ -109,13 +25,9 @@ def fit(
     length: int,
     steps: int,
     generator: torch.Generator,
-    start: Mapping[str, Tensor] | None = None,
 ) -> Tensors:
-    """Learned tensors of every head, stacked (h, *shape); empty for a kind without any.
-
-    start   initial values, such as the tensors of a similar choice (default: from the kind)
-    """
-    initial = _initial(choice, samples, length, generator) if start is None else dict(start)
+    """Learned tensors of every head, stacked (h, *shape); empty for a kind without any."""
+    initial = _initial(choice, samples, length, generator)
     if not initial or not steps:
         return initial
     held_out = max(1, len(samples) // 4) if len(samples) > 1 else 0

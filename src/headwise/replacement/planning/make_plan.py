@@ -1,15 +1,21 @@
-"""`plan(model, batches, tolerance=…)`: record attention, fit candidates, measure every head alone, search, test.
+"""`plan(model, texts, tolerance=…)`: sensitivities, a ladder of plans, and the few of them that are run.
 
-Batches are split into three disjoint parts: calibration (replacements are fitted to it), selection (drifts are measured
-on it and plans chosen by them) and test (only used to report on the finished curve).
+    texts by kind  ->  sensitivities of all heads and candidates       one forward and backward pass a text
+                   ->  plans by decreasing cost                        no pass
+                   ->  drift of some of them, by kind and length       one forward pass a text and plan
+
+Half of the texts of each kind choose, the other half measures.  The tolerance is compared with a bound for kinds of
+text that were not tried: the drift of each kind with the plan of the same cost that was chosen without it, and the
+spread over kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -19,148 +25,157 @@ from headwise.models.fingerprint import batch_hash, check_weights, run_key, weig
 from headwise.models.inputs import max_positions
 from headwise.models.run import as_it_was, check_batch
 from headwise.replacement.install.mixed_heads import MixedHeads
-from headwise.replacement.kinds import Choice, candidates
-from headwise.replacement.planning.capture import AttentionSite, find_sites, recordings
-from headwise.replacement.planning.drift import DriftTrial, Measure, measure_for
-from headwise.replacement.planning.fit import Fitted, Report, fit_sites, transfer
-from headwise.replacement.planning.plan_search import Head, HeadCandidate, MeasuredPlan, pareto, search, undominated
-from headwise.replacement.planning.saved_progress import DriftEstimate, PlanProgress
-from headwise.replacement.planning.timing import relative_costs, time_plan
-from headwise.replacement.plans import FittedTensors, Plan, PlanPoint, Sites, check_tolerance, each_head
+from headwise.replacement.kinds import Choice, Tensors, candidates
+from headwise.replacement.planning.allocation import Allocation, DriftModel, gram_of, upper_bound
+from headwise.replacement.planning.capture import AttentionSite, capture, find_sites
+from headwise.replacement.planning.drift import Answer, answer_for, run_with
+from headwise.replacement.planning.fit import fit
+from headwise.replacement.planning.saved_progress import PlanProgress
+from headwise.replacement.planning.sensitivity import sensitivities
+from headwise.replacement.planning.timing import OBJECTIVES, relative_costs, time_plan
+from headwise.replacement.plans import FittedTensors, Plan, PlanPoint, Sites, check_tolerance
 from headwise.replacement.standard_kinds import SOFTMAX
 
-MIN_BATCHES = 6
+Report = Callable[[str, int, int], None]
+"""(what is being done, how much of it is done, how much there is)"""
 
+Batches = Mapping[str, Sequence[Any]]
+"""{kind of text: batches}"""
 
-@final
-@dataclass(frozen=True)
-class Effort:
-    """How long to search.
+PARTS = 5
+"""Kinds that batches without names are dealt into."""
 
-    steps        of Adam for each fit
-    texts        on which each head is measured alone
-    options      choices for each head that are measured
-    evaluations  whole plans that are measured
-    quick        fewer candidates
-    """
+STEPS = 60
+"""Steps of Adam for a fit."""
 
-    steps: int = 120
-    texts: int = 4
-    options: int = 7
-    evaluations: int = 120
-    quick: bool = False
-
-
-QUICK = Effort(steps=60, texts=2, options=4, evaluations=30, quick=True)
-
-
-class Split(NamedTuple):
-    """Batches, or their indices, by what they are used for."""
-
-    calibration: list[Any]
-    selection: list[Any]
-    test: list[Any]
-
-
-def split(count: int, seed: int) -> Split:
-    """Indices at random: two fifths for calibration, three tenths for selection, the rest for test."""
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    a, b = max(2, round(0.4 * count)), max(2, round(0.3 * count))
-    return Split(order[:a], order[a : a + b], order[a + b :])
+PASS = 5
+"""Work of a forward and backward pass with all candidates, in forward passes."""
 
 
 def plan(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Batches | Iterable[Any],
     *,
     tolerance: float,
-    length: int | None = None,
+    lengths: Sequence[int] | None = None,
     choices: Sequence[Choice] | None = None,
-    objective: str = "multiply_adds",
-    effort: Effort | None = None,
-    transfer: int = 0,
+    objective: str = "seconds",
+    beyond: str = "exact",
+    evaluations: int = 6,
     seed: int = 0,
     name: str | None = None,
     provenance: Mapping[str, Any] | None = None,
     partial_results: Path | None = None,
-    capture_bytes: int = 1 << 30,
     progress: Report | None = None,
 ) -> Plan:
     """The cheapest operators, head by head, with which the output of the model drifts by at most `tolerance`.
 
-    length           sequence length at which costs are counted (default: that of the batches)
-    choices          candidates besides softmax (default: every registered kind at a few settings)
-    objective        quantity to minimise: "multiply_adds", or "seconds" measured on this machine
-    transfer         steps by which the chosen operators are trained further at the end
-    partial_results  a directory for fits and measurements, from which an interrupted run resumes
-    capture_bytes    memory for recorded queries, keys and values
+    batches          {kind of text: two or more batches}; batches without kinds are dealt into a few parts
+    lengths          lengths at which drift is measured (default: those of the batches; for language models also a half
+                     and a quarter of the longest)
+    choices          candidates besides softmax (default: those of every registered kind)
+    objective        quantity to minimise: "seconds", "prefill", "decode", "memory" or "multiply-adds"
+    beyond           what the rewritten model does with longer sequences: "exact" attention, or "refuse"
+    evaluations      plans that are run
+    partial_results  a directory for what was computed, from which an interrupted run resumes
     """
     check_tolerance(tolerance)
-    if objective not in ("multiply_adds", "seconds"):
-        raise InputError(f"objective must be 'multiply_adds' or 'seconds', but is {objective!r}")
+    if objective not in OBJECTIVES:
+        raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, but is {objective!r}")
     check_weights(model)
-    batches, effort = list(batches), effort or Effort()
-    for batch in batches:
-        check_batch(batch)
-    if len(batches) < MIN_BATCHES:
-        raise InputError(
-            f"a plan needs at least {MIN_BATCHES} batches for calibration, selection and test, but there are "
-            f"{len(batches)}; give more text, or shorter texts"
-        )
+    kinds = _by_kind(batches)
+    first = next(iter(kinds.values()))[0]
     weights = weights_hash(model)
-    parts = Split(*([batches[i] for i in part] for part in split(len(batches), seed)))
     with as_it_was(model):
-        sites, skipped = _find_sites(model, parts.calibration[0])
-        length, tried = _candidates(model, sites, length, choices, quick=effort.quick)
+        sites, skipped = _find_sites(model, kinds)
         causal = all(site.causal for site in sites.values())
-        measure, measure_name = measure_for(model, batches[0], causal=causal)
-        check_tolerance(tolerance, measure_name)
-        settings = {"seed": seed, "length": length, "steps": effort.steps, "texts": effort.texts}
-        settings |= {"choices": [str(choice) for choice in tried], "batches": [batch_hash(batch) for batch in batches]}
+        answer = answer_for(model, first, causal=causal)
+        check_tolerance(tolerance, answer.measure)
+        lengths = _lengths(model, kinds, sites, answer, lengths)
+        tried = choices or candidates(lengths[-1], causal=causal)
+        for choice in tried if causal else ():
+            choice.check_causal(type(model).__name__)
+        tried = list(dict.fromkeys([SOFTMAX, *tried]))
+        settings = {"seed": seed, "lengths": lengths, "choices": [str(choice) for choice in tried]}
+        settings |= {"batches": {kind: [batch_hash(x) for x in given] for kind, given in kinds.items()}}
         run = _Run(
             model,
-            parts,
+            kinds,
             sites,
-            length,
+            lengths,
             tried,
-            relative_costs(sites, tried, length, objective),
-            measure,
-            effort,
+            relative_costs(sites, tried, lengths[-1], objective),
+            answer,
             seed,
-            capture_bytes,
             PlanProgress(partial_results, run_key(weights, settings)),
+            evaluations,
             progress or (lambda what, done, total: None),
         )
-        curve, _ = run.trade_off(tolerance, transfer)
+        curve = run.trade_off(tolerance)
     result = Plan(
         {
             "class": type(model).__name__,
             "name": name or type(model).__name__,
             "fingerprint": weights,
-            "sites": {k: {"heads": s.heads, "width": s.width, "causal": s.causal} for k, s in sites.items()},
+            "sites": {
+                key: {
+                    "heads": site.heads,
+                    "key_value_heads": site.key_value_heads,
+                    "width": site.width,
+                    "causal": site.causal,
+                }
+                for key, site in sites.items()
+            },
         },
-        length,
+        lengths[-1],
         {key: [SOFTMAX] * site.heads for key, site in sites.items()},
         run.fitted_by_head(),
-        measure=measure_name,
+        measure=answer.measure,
         curve=curve,
         skipped=skipped,
+        lengths=lengths,
+        beyond=beyond,
         provenance={
             **(provenance or {}),
-            "run": run_key(weights, {**settings, "objective": objective, "transfer": transfer, **vars(effort)}),
+            "run": run_key(weights, {**settings, "objective": objective, "evaluations": evaluations}),
             "seed": seed,
             "objective": objective,
-            "transfer": transfer,
-            "texts": [len(part) for part in parts],
-            "effort": vars(effort),
+            "kinds": {kind: len(given) for kind, given in kinds.items()},
+            "ratio": run.ratio,
         },
     ).at(tolerance)
-    return replace(result, timing=time_plan(result))
+    timing = time_plan(result)
+    below = timing.pop("exact_below")
+    # a cache that is to be small cannot keep all keys until a crossover
+    return replace(result, timing=timing, exact_below={} if objective in ("memory", "decode") else below)
 
 
-def _find_sites(model: nn.Module, batch: Any) -> tuple[dict[str, AttentionSite], dict[str, str]]:
+def _by_kind(batches: Batches | Iterable[Any]) -> dict[str, list[Any]]:
+    """At least two kinds of at least two batches each, or InputError."""
+    if isinstance(batches, Mapping):
+        kinds = {kind: list(given) for kind, given in batches.items()}
+    else:
+        given = list(batches)
+        parts = min(PARTS, len(given) // 2)
+        kinds = {f"part {i + 1}": given[i::parts] for i in range(parts)}
+        if parts < 2:
+            raise InputError(f"a plan needs at least 4 batches, two to choose and two to measure, but got {len(given)}")
+    for kind, given in kinds.items():
+        if len(given) < 2:
+            raise InputError(f"{kind}: a plan needs two batches, one to choose and one to measure; got {len(given)}")
+        for batch in given:
+            check_batch(batch)
+    if len(kinds) < 2:
+        raise InputError(f"a plan needs at least two kinds of text, but got {', '.join(kinds) or 'none'}")
+    return kinds
+
+
+def _find_sites(
+    model: nn.Module, kinds: Mapping[str, Sequence[Any]]
+) -> tuple[dict[str, AttentionSite], dict[str, str]]:
     """The sites whose heads can be replaced, and why others cannot."""
-    sites = find_sites(model, batch)
+    longest = max((batch for given in kinds.values() for batch in given), key=lambda x: _length(x, 0))
+    sites = find_sites(model, longest)
     skipped = {name: site.skipped for name, site in sites.items() if site.skipped is not None}
     if len(skipped) == len(sites):
         reasons = "; ".join(f"{name}: {why}" for name, why in list(skipped.items())[:3])
@@ -168,169 +183,173 @@ def _find_sites(model: nn.Module, batch: Any) -> tuple[dict[str, AttentionSite],
     return {name: site for name, site in sites.items() if name not in skipped}, skipped
 
 
-def _candidates(
+def _length(batch: Any, default: int) -> int:
+    """Tokens of the texts in a batch; `default` for images and recordings."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return default if ids is None else ids.shape[-1]
+
+
+def _lengths(
     model: nn.Module,
+    kinds: Mapping[str, Sequence[Any]],
     sites: Mapping[str, AttentionSite],
-    length: int | None,
-    choices: Sequence[Choice] | None,
-    *,
-    quick: bool,
-) -> tuple[int, list[Choice]]:
-    """The length to plan for, and the choices to try; softmax is the first."""
+    answer: Answer,
+    lengths: Sequence[int] | None,
+) -> tuple[int, ...]:
+    """The lengths at which drift is measured, ascending."""
     name, limit = type(model).__name__, max_positions(model)
-    longest = max(site.length for site in sites.values())
-    length = length or longest
-    if limit is not None and limit < length:
-        raise InputError(f"{name} has {limit} positions, but the target length is {length}")
-    if length < 4:
-        raise InputError(f"the target length is {length}; plans are for lengths of at least 4")
-    causal = all(site.causal for site in sites.values())
-    tried = choices or candidates(length, causal=causal, calibration_length=longest, quick=quick)
-    for choice in tried if causal else ():
-        choice.check_causal(name)
-    return length, list(dict.fromkeys([SOFTMAX, *tried]))
+    default = max(site.length for site in sites.values())
+    found = {_length(batch, default) for given in kinds.values() for batch in given}
+    longest = max(found)
+    if answer.by_position:
+        found = {longest, *(longest // i for i in (2, 4))} if lengths is None else set(lengths)
+        if max(found) > longest:
+            raise InputError(f"drift is to be measured at {max(found)} tokens, but the longest text has {longest}")
+    elif lengths is not None and set(lengths) != found:
+        raise InputError(f"drift is to be measured at {sorted(lengths)}, but the texts have {sorted(found)} tokens")
+    if limit is not None and limit < max(found):
+        raise InputError(f"{name} has {limit} positions, but texts have {max(found)} tokens")
+    if min(found) < 4:
+        raise InputError(f"texts have {min(found)} tokens; plans are for lengths of at least 4")
+    return tuple(sorted(found))
 
 
 @final
 @dataclass(eq=False)
 class _Run:
-    """The search for one plan, and what it has fitted."""
+    """The search for one plan, and what it has computed."""
 
     model: nn.Module
-    batches: Split
+    kinds: Mapping[str, Sequence[Any]]
     sites: Mapping[str, AttentionSite]
-    length: int
+    lengths: tuple[int, ...]
     choices: Sequence[Choice]
     costs: Mapping[tuple[str, Choice], float]
-    measure: Measure
-    effort: Effort
+    answer: Answer
     seed: int
-    capture_bytes: int
     store: PlanProgress
+    evaluations: int
     report: Report
-    fitted: Fitted = field(default_factory=dict)
-    stage: str = ""  # part of the key of measured plans, because `transfer` changes their tensors
+    fitted: dict[tuple[str, Choice], Tensors] = field(default_factory=dict)
+    ratio: float = 1.0  # measured over predicted drift
+    done: int = 0
 
-    def trade_off(self, tolerance: float, transfer_steps: int) -> tuple[list[PlanPoint], list[PlanPoint]]:
-        """The curve and the baselines, measured on the test texts."""
-        self.fitted, errors = fit_sites(
-            recordings(self.model, self.sites, self.batches[:2], self.capture_bytes),
-            self.choices,
-            sites=len(self.sites),
-            length=self.length,
-            steps=self.effort.steps,
-            seed=self.seed,
-            progress=self.store,
-            report=self.report,
-        )
-        trial = self._trial(self.batches.selection)
-        with trial.open():
-            baselines = self._baselines(trial)
-            curve = search(
-                self._heads_alone(trial, errors),
-                baselines,
-                lambda sites: self._drift(trial, sites)[:2],
-                evaluations=self.effort.evaluations,
-                seed=self.seed,
-                progress=lambda done: self.report("measuring whole plans", done, self.effort.evaluations),
-            )
-        if transfer_steps:
-            self._transfer(curve, tolerance, transfer_steps)
-            with trial.open():
-                points = self._measure_again(trial, [*curve, *baselines])
-            baselines = points[len(curve) :]
-            curve = [plan.point for plan in pareto([MeasuredPlan(point, 0.0) for point in points])]
-        with self._trial(self.batches.test).open() as trial:
-            points = self._measure_again(trial, [*curve, *baselines], "test")
-        return points[: len(curve)], points[len(curve) :]
+    def trade_off(self, tolerance: float) -> list[PlanPoint]:
+        """Measured points by decreasing cost: exact attention, the plan for the tolerance, and some around it."""
+        self._advance(0)
+        self._fit()
+        model = DriftModel(self._costs(), {kind: self._gram(kind) for kind in self.kinds})
+        ladder, without = model.ladder(), {kind: model.ladder(without=kind) for kind in self.kinds}
+        predicted = [model.predicted(plan) for plan in ladder]
+        measured = {
+            0: PlanPoint(self._sites(ladder[0]), 1.0, drift={kind: {self.lengths[-1]: 0.0} for kind in self.kinds})
+        }
+        before = self._exact_states()
+        for _ in range(self.evaluations):
+            index = _next(measured, [self.ratio * upper_bound(list(p.values())) for p in predicted], tolerance)
+            if index is None:
+                break
+            plan, mean = ladder[index], statistics.fmean(predicted[index].values())
+            drift = {kind: self._drift(kind, plan, before[kind]) for kind in self.kinds}
+            unseen = {kind: self._drift(kind, _at_cost(without[kind], plan.cost), before[kind]) for kind in self.kinds}
+            worst = [max(*drift[kind].values(), *unseen[kind].values()) for kind in self.kinds]
+            measured[index] = PlanPoint(self._sites(plan), plan.cost, mean, drift, upper_bound(worst))
+            self.ratio = _ratio(measured.values(), predicted)
+        self._advance(self._total() - self.done)
+        return _pareto(list(measured.values()))
 
-    def _trial(self, batches: Sequence[Any]) -> DriftTrial:
-        return DriftTrial(self.model, batches, self.measure, list(self.sites))
+    # ---- sensitivities ----
 
-    def _baselines(self, trial: DriftTrial) -> list[PlanPoint]:
-        """Every choice for all heads."""
-        points = []
-        for choice in self.choices:
-            sites = {name: [choice] * site.heads for name, site in self.sites.items()}
-            cost = sum(site.heads * self.costs[name, choice] for name, site in self.sites.items())
-            points.append(PlanPoint(sites, cost, 0.0, {}, sum(self._drift(trial, sites)[:2])))
-            self.report("measuring one operator for all heads", len(points), len(self.choices))
-        return points
+    def _choosing(self, kind: str) -> Sequence[Any]:
+        return self.kinds[kind][::2]
 
-    def _heads_alone(
-        self, trial: DriftTrial, errors: Mapping[tuple[str, Choice], Tensor]
-    ) -> dict[Head, list[HeadCandidate]]:
-        """The drift of each head's choices, one head at a time; only choices not dominated by their fitting errors."""
-        tried: dict[Head, list[HeadCandidate]] = {}
+    def _measuring(self, kind: str) -> Sequence[Any]:
+        return self.kinds[kind][1::2]
+
+    def _fit(self) -> None:
+        """Learned tensors of every choice that has some, from texts of all kinds."""
+        learned = [
+            c for c in self.choices if any(c.shapes(self.lengths[-1], site.width) for site in self.sites.values())
+        ]
+        for site in self.sites if learned else ():
+
+            def compute(site: str = site) -> dict[str, Tensors]:
+                samples = [capture(self.model, self._choosing(kind)[-1:], [site])[site][0] for kind in self.kinds]
+                generator = torch.Generator().manual_seed(self.seed)
+                options = {"length": self.lengths[-1], "steps": STEPS, "generator": generator}
+                return {str(choice): fit(choice, samples, **options) for choice in learned}
+
+            fits = self.store.stored(f"fit {site}", compute)
+            self.fitted |= {(site, choice): fits[str(choice)] for choice in learned}
+
+    def _gram(self, kind: str) -> Tensor:
+        """Mean over the texts of a kind of x x^T / 2, (units * choices) on both sides."""
+        grams = []
+        for index, batch in enumerate(self._choosing(kind)):
+
+            def compute(batch: Any = batch) -> Tensor:
+                generator = torch.Generator().manual_seed(self.seed)
+                candidates = {
+                    site: [self._heads(site, [c] * s.heads) for c in self.choices] for site, s in self.sites.items()
+                }
+                x = sensitivities(self.model, batch, self.sites, candidates, self.answer, generator)
+                return torch.cat([x[site] for site in self.sites])
+
+            x = self.store.stored(f"sensitivities {kind} {index}", compute)
+            grams.append(gram_of(x))
+            self._advance(PASS * _length(batch, 1))
+        return torch.stack(grams).mean(0)
+
+    def _costs(self) -> Tensor:
+        """(units, choices)"""
+        rows = [
+            [self.costs[name, c] for c in self.choices]
+            for name, s in self.sites.items()
+            for _ in range(s.key_value_heads)
+        ]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    # ---- plans ----
+
+    def _sites(self, plan: Allocation) -> Sites:
+        """The choice of each query head."""
+        chosen, sites = iter(plan.chosen), {}
         for name, site in self.sites.items():
-            for head in range(site.heads):
-                of_head = [
-                    HeadCandidate(c, self.costs[name, c], 0.0 if c == SOFTMAX else float(errors[name, c][head]))
-                    for c in self.choices
-                ]
-                tried[name, head] = undominated(of_head, self.effort.options + 1)
-        total, done = sum(map(len, tried.values())), 0
-        table: dict[Head, list[HeadCandidate]] = {}
-        for (site, head), of_head in tried.items():
-            measured: list[HeadCandidate] = []
-            for candidate in of_head:
-                choices = [candidate.choice if i == head else SOFTMAX for i in range(self.sites[site].heads)]
-                estimate = self._drift(trial, {site: choices}, batches=self.effort.texts)
-                measured.append(replace(candidate, drift=estimate.mean, direction=estimate.direction))
-                done += 1
-                self.report("measuring heads one by one", done, total)
-            moved = next((c.direction for c in measured if c.direction is not None), None)
-            still = None if moved is None else torch.zeros_like(moved)
-            measured = [replace(c, direction=still) if c.choice == SOFTMAX else c for c in measured]
-            table[site, head] = undominated(measured, len(measured))
-        return table
+            shared = site.heads // site.key_value_heads
+            sites[name] = [c for _ in range(site.key_value_heads) for c in [self.choices[next(chosen)]] * shared]
+        return sites
 
-    def _drift(self, trial: DriftTrial, sites: Sites, part: str = "", batches: int | None = None) -> DriftEstimate:
-        """Mean drift on the texts of the trial, or on the first `batches`, where its direction is measured too."""
-        changed = {site: choices for site, choices in sites.items() if any(c != SOFTMAX for c in choices)}
-        if not changed:
-            return DriftEstimate(0.0, 0.0)
+    def _exact_states(self) -> dict[str, list[Tensor]]:
+        return {
+            kind: [run_with(self.model, batch, self.answer, {}) for batch in self._measuring(kind)]
+            for kind in self.kinds
+        }
 
-        def measure() -> DriftEstimate:
-            heads = {site: self._mixed_heads(site, choices) for site, choices in changed.items()}
-            estimate = trial.estimate(heads, batches=batches)
-            return estimate if batches else estimate._replace(direction=None)
+    def _drift(self, kind: str, plan: Allocation, before: Sequence[Tensor]) -> dict[int, float]:
+        """Measured drift of one kind by length."""
 
-        choices = "|".join(f"{site} {choice}" for site, _, choice in each_head(sites))
-        return self.store.drift(f"{self.stage}|{part}|{batches}|{choices}", measure)
+        def compute() -> dict[int, float]:
+            sites = self._sites(plan).items()
+            heads = {site: self._heads(site, choices) for site, choices in sites if set(choices) != {SOFTMAX}}
+            by_length: dict[int, list[Tensor]] = {}
+            for batch, states in zip(self._measuring(kind), before, strict=True):
+                drift = self.answer.drift(self.model, batch, states, run_with(self.model, batch, self.answer, heads))
+                length = _length(batch, self.lengths[-1])
+                shorter = [n for n in self.lengths if n <= length and self.answer.by_position]
+                for n in shorter or [length]:
+                    by_length.setdefault(n, []).append(drift[..., :n].mean((1, 2)))  # (measures,)
+            return {n: max(0.0, float(torch.stack(rows).mean(0).max())) for n, rows in sorted(by_length.items())}
 
-    def _mixed_heads(self, site: str, choices: Sequence[Choice]) -> MixedHeads:
+        drift = self.store.stored(f"drift {kind} {plan.chosen}", compute)
+        self._advance(sum(_length(batch, 1) for batch in self._measuring(kind)))
+        return drift
+
+    def _heads(self, site: str, choices: Sequence[Choice]) -> MixedHeads:
         fitted = {
-            head: {name: x[head] for name, x in self.fitted[site, choice].items()}
+            head: {name: x[head] for name, x in self.fitted.get((site, choice), {}).items()}
             for head, choice in enumerate(choices)
         }
-        return MixedHeads(choices, self.sites[site].width, self.length, fitted)
-
-    def _transfer(self, curve: Sequence[PlanPoint], tolerance: float, steps: int) -> None:
-        """Train the operators of the cheapest plan within the tolerance further."""
-        chosen = min((p for p in curve if p.meets(tolerance)), key=lambda p: p.cost)
-        pairs = {(site, choice) for site, _, choice in each_head(chosen.sites) if self.fitted[site, choice]}
-        sites = {name: site for name, site in self.sites.items() if any(name == at for at, _ in pairs)}
-        learned = transfer(
-            recordings(self.model, sites, self.batches[:1], self.capture_bytes),
-            self.fitted,
-            pairs,
-            length=self.length,
-            steps=steps,
-            seed=self.seed + 1,
-            progress=self.store,
-            report=self.report,
-        )
-        self.fitted.update(learned)
-        self.stage = f"{steps} more for {sorted(f'{site} {choice}' for site, choice in learned)}|"
-
-    def _measure_again(self, trial: DriftTrial, points: Sequence[PlanPoint], part: str = "") -> list[PlanPoint]:
-        result: list[PlanPoint] = []
-        for point in points:
-            mean, error, _ = self._drift(trial, point.sites, part)
-            result.append(replace(point, drift={"text": {self.length: mean}}, bound=max(point.bound, mean) if part else mean + error))
-            self.report(f"measuring plans {'on test texts' if part else 'again'}", len(result), len(points))
-        return result
+        return MixedHeads(choices, self.sites[site].width, self.lengths[-1], fitted)
 
     def fitted_by_head(self) -> FittedTensors:
         return {
@@ -339,3 +358,57 @@ class _Run:
             if tensors
             for head in range(self.sites[site].heads)
         }
+
+    # ---- progress: one count for the whole, in tokens of a forward pass ----
+
+    def _total(self) -> int:
+        choosing = sum(_length(batch, 1) for kind in self.kinds for batch in self._choosing(kind))
+        measuring = sum(_length(batch, 1) for kind in self.kinds for batch in self._measuring(kind))
+        return PASS * choosing + 2 * self.evaluations * measuring
+
+    def _advance(self, work: int) -> None:
+        self.done += work
+        self.report("planning", self.done, self._total())
+
+
+def _at_cost(ladder: Sequence[Allocation], cost: float) -> Allocation:
+    """The plan whose cost is nearest."""
+    return min(ladder, key=lambda plan: abs(plan.cost - cost))
+
+
+def _next(measured: Mapping[int, PlanPoint], bounds: Sequence[float], tolerance: float) -> int | None:
+    """The plan of the ladder to run next: where the predicted bound reaches the tolerance, between those that are known
+    to meet it and those that do not; then around it.  None if there is nothing left to run."""
+    meets = max(i for i, point in measured.items() if point.meets(tolerance))
+    fails = min((i for i, point in measured.items() if not point.meets(tolerance)), default=len(bounds))
+    between = range(meets + 1, fails)
+    near = [i for i in between if bounds[i] <= tolerance]
+    if len(between) > len(bounds) // 30 and len(measured) <= 5:
+        # at least a quarter of the interval from its ends, if both are known
+        low, high = (
+            (between[len(between) // 4], between[-1 - len(between) // 4])
+            if fails < len(bounds)
+            else (between[0], between[-1])
+        )
+        return min(max(max(near, default=low), low), high)
+    for factor in (0.5, 2.0, 0.25, 4.0):
+        index = min(range(1, len(bounds)), key=lambda i: abs(bounds[i] - factor * tolerance), default=0)
+        if index not in measured:
+            return index
+    return None
+
+
+def _ratio(points: Iterable[PlanPoint], predicted: Sequence[Mapping[str, float]]) -> float:
+    """Median over plans of (bound / bound from predictions)."""
+    by_mean = {statistics.fmean(p.values()): upper_bound(list(p.values())) for p in predicted}
+    ratios = [point.bound / by_mean[point.predicted] for point in points if point.predicted > 0]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def _pareto(points: Sequence[PlanPoint]) -> list[PlanPoint]:
+    """In order of decreasing cost, each with a smaller bound than every cheaper one."""
+    kept: list[PlanPoint] = []
+    for point in sorted(points, key=lambda p: (p.cost, p.bound)):
+        if not kept or point.bound < kept[-1].bound:
+            kept.append(point)
+    return kept[::-1]

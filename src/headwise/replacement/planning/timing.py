@@ -1,4 +1,4 @@
-"""What choices and plans cost: counted multiply-adds, or seconds measured on this machine."""
+"""What candidates and plans cost: counted multiply-adds, bytes of cache, or seconds measured on this machine."""
 
 from __future__ import annotations
 
@@ -10,58 +10,107 @@ from typing import Any
 
 import torch
 
+from headwise.operators._kernels import native
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice
 from headwise.replacement.planning.capture import AttentionSite
 from headwise.replacement.plans import Plan
 from headwise.replacement.standard_kinds import SOFTMAX
 
-REPEATS = 5
+OBJECTIVES = ("seconds", "prefill", "decode", "memory", "multiply-adds")
+"""seconds: attention of one sequence, in decoders the mean of prefill and decode; prefill: the same for all queries at
+once; decode, memory: keys that are kept in the cache, all of which are read for every new token."""
+
+REPEATS, SLOW = 7, 0.3
+"""Most calls that are timed, and the seconds after which three are enough."""
 
 
 def relative_costs(
     sites: Mapping[str, AttentionSite], choices: Sequence[Choice], length: int, objective: str
 ) -> dict[tuple[str, Choice], float]:
-    """Cost of one head by (site, choice), as a share of softmax attention of all heads."""
+    """Cost of one key-value head by (site, choice), as a share of exact attention of all heads."""
+    if objective in ("seconds", "prefill") and native.LIBRARY.mode == "auto":
+        with native.switched("build"):  # the seconds of later runs, which find the kernels
+            native.usable(torch.zeros(1))
+    shares: dict[tuple[str, Choice], float] = {}
+    parts = ["prefill", "memory"] if objective == "seconds" and any(s.causal for s in sites.values()) else [objective]
+    for part in parts:
+        costs = {
+            (name, choice): _cost(choice, site, length, part) for name, site in sites.items() for choice in choices
+        }
+        total = sum(site.key_value_heads * costs[name, SOFTMAX] for name, site in sites.items())
+        for key, cost in costs.items():
+            shares[key] = shares.get(key, 0.0) + cost / total / len(parts)
+    return shares
 
-    @cache
-    def cost(choice: Choice, heads: int, width: int, causal: bool) -> float:
-        if objective == "multiply_adds":
-            return choice.cost(length, width, causal).multiply_adds
-        # in a mixed layer an operator has only some of the heads, and a few together cost more per head than all
-        together = heads if choice == SOFTMAX else max(1, heads // 4)
-        group = MixedHeads([choice] * together, width, length)
-        return _seconds(group, length, causal) / together
 
-    costs = {
-        (name, choice): cost(choice, site.heads, site.width, site.causal)
-        for name, site in sites.items()
-        for choice in choices
-    }
-    total = sum(site.heads * costs[name, SOFTMAX] for name, site in sites.items())
-    return {key: value / total for key, value in costs.items()}
+def _cost(choice: Choice, site: AttentionSite, length: int, objective: str) -> float:
+    shared = site.heads // site.key_value_heads
+    if objective == "multiply-adds":
+        return shared * choice.cost(length, site.width, site.causal).multiply_adds
+    if objective in ("decode", "memory"):
+        return 2 * site.width * kept_keys(choice, length)
+    return (
+        _seconds_alone(choice, site.heads, site.key_value_heads, site.width, length, site.causal) / site.key_value_heads
+    )
+
+
+def kept_keys(choice: Choice, n: int) -> int:
+    """Keys of n that a key-value head must keep for later queries."""
+    return min(n, choice.options["width"] + choice.options["leading"]) if choice.kind == "window" else n
+
+
+@cache  # sites of one model are alike
+def _seconds_alone(choice: Choice, heads: int, groups: int, width: int, length: int, causal: bool) -> float:
+    return _seconds([MixedHeads([choice] * heads, width, length)], groups, length, causal)[0]
 
 
 def time_plan(plan: Plan) -> dict[str, Any]:
-    """Seconds of attention in the whole model at the length of the plan, with softmax and as planned."""
-    sites: dict[str, dict[str, Any]] = {}
+    """Seconds of attention in the whole model, exact and as planned, by length; and keys in its cache.
+
+    `exact_below` is, for each site, the least of the lengths from which on the planned heads were never slower.
+    """
+    lengths = [n for n in (1 << i for i in range(5, 25)) if n < plan.length] + [plan.length]
+    rows = {n: [0.0, 0.0] for n in lengths}
+    below: dict[str, int] = {}
+    measured: dict[tuple, dict[int, list[float]]] = {}  # sites of one model are alike
     for site, choices in plan.sites.items():
         facts = plan.model["sites"][site]
-        unchanged = MixedHeads([SOFTMAX] * len(choices), facts["width"], plan.length)
-        seconds = [_seconds(heads, plan.length, facts["causal"]) for heads in (unchanged, plan.mixed_heads(site))]
-        sites[site] = {"softmax": seconds[0], "planned": seconds[1], "operators": len(set(choices))}
-    softmax, planned = (sum(row[name] for row in sites.values()) for name in ("softmax", "planned"))
-    return {"length": plan.length, "softmax": softmax, "planned": planned, "ratio": planned / softmax, "sites": sites}
+        exact, heads = MixedHeads([SOFTMAX] * len(choices), facts["width"], plan.length), plan.mixed_heads(site)
+        versions = [exact] if heads.replaced is None else [exact, heads]
+        groups, key = facts.get("key_value_heads", len(choices)), (tuple(choices), facts["width"], facts["causal"])
+        if key not in measured:
+            measured[key] = {n: _seconds(versions, groups, n, facts["causal"]) for n in lengths}
+        slower = [n for n, seconds in measured[key].items() if seconds[-1] > seconds[0]]
+        below[site] = max(slower) + 1 if slower else 0
+        for n, seconds in measured[key].items():
+            rows[n][0] += seconds[0]
+            rows[n][1] += seconds[-1 if n >= below[site] else 0]
+    by_length = {str(n): {"exact": a, "planned": b} for n, (a, b) in rows.items()}
+    return {"seconds": by_length, "cache": kept_share(plan), "exact_below": below}
 
 
-def _seconds(heads: MixedHeads, length: int, causal: bool) -> float:
-    """Median time of a few calls on one sequence."""
+def kept_share(plan: Plan) -> float:
+    """Keys that the cache keeps at the length of the plan, relative to all."""
+    kept = total = 0
+    for site, choices in plan.sites.items():
+        shared = len(choices) // plan.model["sites"][site].get("key_value_heads", len(choices))
+        for first in range(0, len(choices), shared):
+            kept += max(kept_keys(choice, plan.length) for choice in choices[first : first + shared])
+            total += plan.length
+    return kept / total
+
+
+def _seconds(versions: Sequence[MixedHeads], groups: int, length: int, causal: bool) -> list[float]:
+    """Median time of a few calls on one sequence for each of the versions, in turns; fewer calls if they are slow."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, len(heads.choices), length, heads.width, generator=generator)
-    times = []
+    heads, width = len(versions[0].choices), versions[0].width
+    q, k, v = (torch.randn(1, h, length, width, generator=generator) for h in (heads, groups, groups))
+    times: list[list[float]] = [[] for _ in versions]
     with torch.no_grad():
-        for _ in range(REPEATS + 1):
-            start = time.perf_counter()
-            heads(q, k, v, causal=causal, scale=heads.width**-0.5)
-            times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])  # the first call of a shape is slower
+        while len(times[0]) < 3 or (len(times[0]) <= REPEATS and sum(map(sum, times)) < SLOW):
+            for version, own in zip(versions, times, strict=True):
+                start = time.perf_counter()
+                version(q, k, v, causal=causal, scale=width**-0.5)
+                own.append(time.perf_counter() - start)
+    return [statistics.median(own[1:]) for own in times]  # the first call of a shape is slower

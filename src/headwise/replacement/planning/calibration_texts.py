@@ -1,0 +1,139 @@
+"""Texts of several kinds, by which a plan is chosen and measured unless the user gives some.
+
+| kind | what it is | licence |
+|---|---|---|
+| prose | an excerpt of Moby-Dick, shipped | public domain |
+| code | Python's own library, as it is installed: argparse, tarfile | PSF |
+| manual | the language reference in Python's help, as it is installed | PSF |
+| languages | Kafka, Perrault, Cervantes, Collodi and Caesar in their languages, shipped | public domain |
+| records | log lines, JSON and tables, made here | that of headwise |
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.errors import InputError
+from headwise.models import gate
+from headwise.models.inputs import (
+    SAMPLE_TEXT,
+    check_takes,
+    max_positions,
+    read_text,
+    special_tokens,
+    tokenizer_of,
+    with_decoder,
+)
+from headwise.models.load import LoadedModel
+from headwise.models.run import as_it_was
+from headwise.replacement.planning.capture import find_sites
+
+SHORTEST = 4
+"""Tokens of a text."""
+
+PARTS = 5
+"""Kinds that one file is cut into."""
+
+
+def calibration_texts() -> dict[str, str]:
+    """{kind: text}; those of Python's library are left out where it is installed without sources."""
+    texts = {
+        "prose": SAMPLE_TEXT.read_text(),
+        "languages": SAMPLE_TEXT.with_name("languages.txt").read_text(),
+        "records": records(1600),
+    }
+    library = Path(sysconfig.get_path("stdlib"))
+    try:
+        texts["code"] = "\n\n".join((library / name).read_text() for name in ("argparse.py", "tarfile.py"))
+        from pydoc_data.topics import topics
+
+        texts["manual"] = "\n\n".join(topics.values())
+    except (OSError, ImportError):
+        pass
+    return texts
+
+
+def read_kinds(files: Sequence[Path]) -> dict[str, str]:
+    """{name of the file: its text}; a single file is cut into parts, because a bound needs several kinds."""
+    texts = {str(file): read_text(file) for file in files}
+    short = {name: Path(name).name for name in texts}
+    if len(set(short.values())) == len(short):
+        texts = {short[name]: text for name, text in texts.items()}
+    if len(texts) > 1:
+        return texts
+    ((name, text),) = texts.items()
+    size = -(-len(text) // PARTS)
+    return {f"{name}, part {i + 1}": text[i * size : (i + 1) * size] for i in range(PARTS)}
+
+
+def records(count: int, seed: int = 0) -> str:
+    """`count` lines of a log, JSON objects and rows of a table, in turns of 40; names come back far apart."""
+    rng, lines = random.Random(seed), []
+    users = [f"{a}{b}{rng.randrange(100)}" for a in ("ann", "bo", "kim", "lee", "max") for b in ("", "_x", "er", "ina")]
+    paths = [f"/{a}/{b}" for a in ("api", "static", "admin") for b in ("items", "login", "reports.csv", "health")]
+    states = {user: rng.randrange(1 << 32) for user in users}
+    for i in range(count):
+        user, path, size = rng.choice(users), rng.choice(paths), rng.randrange(90_000)
+        when = f"2024-03-{1 + i // 800:02}T{i // 40 % 24:02}:{i % 60:02}:{rng.randrange(60):02}"
+        row = {"time": when, "user": user, "session": f"{states[user]:08x}", "path": path, "bytes": size}
+        if i // 40 % 3 == 0:
+            level = rng.choice(("INFO", "INFO", "WARNING", "ERROR"))
+            lines.append(
+                f"{when} {level:7} server[{rng.randrange(4)}]: {user} session={row['session']} GET {path} {size}B"
+            )
+        else:
+            lines.append(json.dumps(row) if i // 40 % 3 == 1 else "| " + " | ".join(map(str, row.values())) + " |")
+    return "\n".join(lines)
+
+
+def model_is_causal(model: nn.Module) -> bool:
+    """Whether all attention of a model of tokens is causal, from a run on a few of them."""
+    device = next((x.device for x in model.parameters()), None)
+    batch = with_decoder(model, {"input_ids": torch.ones(1, 8, dtype=torch.long, device=device)})
+    with as_it_was(model):
+        return all(site.causal for site in find_sites(model, batch).values())
+
+
+def plan_lengths(model: nn.Module, length: int) -> tuple[int, ...]:
+    """Lengths of the texts for a plan up to `length`: the beginnings of a text of a causal model are texts too."""
+    shorter = () if model_is_causal(model) else (n for n in (length // 4, length // 2) if n >= 16)
+    return (*shorter, length)
+
+
+def texts_by_kind(
+    loaded: LoadedModel, sources: Mapping[str, str], lengths: Sequence[int], *, texts: int
+) -> dict[str, list[Any]]:
+    """{kind: batches of one text}: `texts` pieces of each length, spread evenly over each source.
+
+    A source that is too short for that is cut into `texts` pieces that are as long as they can be.
+    """
+    check_takes(loaded, "text")
+    tokenizer = tokenizer_of(loaded)
+    before, after = special_tokens(tokenizer)
+    special, limit = len(before) + len(after), max_positions(loaded.model)
+    if limit is not None and max(lengths) > limit:
+        raise InputError(f"{loaded.name} has {limit} positions, but --length is {max(lengths)}; use at most {limit}")
+    if min(lengths) - special < SHORTEST:
+        raise InputError(f"--length {min(lengths)} leaves less than {SHORTEST} tokens beside {special} special ones")
+    kinds: dict[str, list[Any]] = {}
+    for kind, content in sources.items():
+        with gate.failures(f"the tokenizer of {loaded.name} cannot read the text {kind}"):
+            ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) < texts * SHORTEST:
+            raise InputError(f"{kind}: {len(ids)} tokens cannot be cut into {texts} pieces of at least {SHORTEST}")
+        for length in lengths:
+            size = min(length - special, len(ids) // texts)
+            if length != lengths[0] and size < length - special:
+                continue  # its pieces are those of a smaller length, or of the smallest
+            starts = [i * (len(ids) - size) // max(1, texts - 1) for i in range(texts)]
+            rows = [torch.tensor([[*before, *ids[start : start + size], *after]]) for start in starts]
+            kinds.setdefault(kind, []).extend(with_decoder(loaded.model, {"input_ids": row}) for row in rows)
+    return kinds
