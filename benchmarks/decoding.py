@@ -52,7 +52,7 @@ def main() -> None:
     }
     rows = []
     for n in options.lengths:
-        results = _measure(models, text[:, :n], options.tokens, options.rounds)
+        results = _measure(models, text[:, : n - options.tokens - 1], options.tokens, options.rounds)
         prefill, decode, size = results["exact"]
         for name, (seconds, step, bytes_) in results.items():
             faster = f"{prefill / seconds:.2f} x", f"{decode / step:.2f} x"
@@ -77,7 +77,7 @@ def alternating(model: Any, window: int, length: int) -> Plan:
     for layer, name in enumerate(layers):
         sites[name] = [choice if (layer * groups + g) % 2 else SOFTMAX for g in range(groups) for _ in range(shared)]
     facts = {name: {"heads": len(row), "width": width, "causal": True} for name, row in sites.items()}
-    return Plan({"class": type(model).__name__, "sites": facts}, length + 4096, sites)
+    return Plan({"class": type(model).__name__, "sites": facts}, length, sites)
 
 
 def _heads(plan: Plan) -> str:

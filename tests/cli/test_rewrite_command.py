@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,56 @@ def test_plan_and_output_are_required(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["rewrite", "pool"]) == 2
     error = capsys.readouterr().err
     assert "the following arguments are required: --plan" in error
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> tuple[nn.Module, Path]:
+    """A causal model with a tokenizer of words, saved."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(96)} | {"<unk>": 96}
+    words |= {word: 97 + i for i, word in enumerate(("the", "whale"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(
+        tmp_path / "model"
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    return model, tmp_path
+
+
+def test_trials_at_the_planned_lengths(decoder, capsys: pytest.CaptureFixture[str]) -> None:
+    model, path = decoder
+    plan = plan_of(model, {"input_ids": torch.arange(12).unsqueeze(0)}, choices=[Choice("window", {"width": 5})] * 4)
+    replace(plan, length=40, lengths=(20, 40), measure="loss").save(path / "plan")
+    command = ["rewrite", str(path / "model"), "--plan", str(path / "plan"), "-o", str(path / "new")]
+    assert main([*command, "--json"]) == 0
+    trials = json.loads(capsys.readouterr().out)["trials"]
+    kinds = {"prose", "languages", "records", "code", "manual"}
+    assert {(each["kind"], each["length"]) for each in trials} == {(kind, n) for kind in kinds for n in (20, 40)}
+    assert all(each["cache_bytes"][1] < each["cache_bytes"][0] for each in trials)
+    assert main([*command, "--force"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "drift of the loss per token with its 95 % interval" in text
+    assert "at 40: drift" in text  # the plan's tolerance is 0
+    assert main([*command, "--force", "--no-trial", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trials"] == []
+
+
+def test_stock(decoder, capsys: pytest.CaptureFixture[str]) -> None:
+    model, path = decoder
+    plan = plan_of(model, {"input_ids": torch.arange(12).unsqueeze(0)}, choices=[Choice("window", {"width": 5})] * 4)
+    plan.save(path / "plan")
+    command = ["rewrite", str(path / "model"), "--plan", str(path / "plan"), "--stock", "--no-trial", "-o"]
+    assert main([*command, str(path / "new")]) == 0
+    assert "written as MinistralForCausalLM" in capsys.readouterr().out
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(path / "new")).__name__ == "MinistralForCausalLM"
+    plan_of(model, {"input_ids": torch.arange(12).unsqueeze(0)}).save(path / "other")
+    command[command.index(str(path / "plan"))] = str(path / "other")
+    assert main([*command, str(path / "none")]) == 2
+    assert "--stock needs one operator for all heads of a layer" in capsys.readouterr().err
+    assert not (path / "none").exists()

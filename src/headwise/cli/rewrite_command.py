@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headwise.replacement import Plan
 
 TOKENS = 8192
-"""On which both models run for each planned length, or one text if it is longer."""
+"""Of which there is a kind of text for each planned length, or one text if it is longer."""
 
 
 def run(argv: list[str]) -> int:
@@ -110,13 +110,17 @@ def _with_trials(
 
 
 def _texts(loaded: LoadedModel, plan: Plan) -> list[tuple[str, list[dict[str, Any]]]]:
-    """(kind, texts of one length), for every planned length: as many kinds as fit into TOKENS."""
-    from headwise.models.inputs import text_input
+    """(kind of text, texts of one length) for every planned length: those that drifted most when planned come first,
+    and as many as fit into TOKENS, at least one."""
+    from headwise.replacement.planning.calibration_texts import calibration_texts, texts_by_kind
 
+    sources = calibration_texts()
+    planned = {} if plan.point is None else plan.point.drift
     found = []
     for n in plan.lengths:
-        texts = text_input(loaded, None, length=n, texts=max(1, min(4, TOKENS // n))).batches
-        found.append(("prose", list(texts)))
+        order = sorted(sources, key=lambda kind: -planned.get(kind, {}).get(n, 0.0))
+        some = {kind: sources[kind] for kind in order[: max(1, TOKENS // n)]}
+        found += list(texts_by_kind(loaded, some, [n], texts=1 if n > 1024 else 4).items())
     return found
 
 
