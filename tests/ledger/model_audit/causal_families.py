@@ -129,7 +129,7 @@ EXPLAINED: dict[str, tuple[set[str], str]] = {
     "xlm-roberta-xl": ({AFTER_PADDING}, ROBERTA),
     "xmod": ({AFTER_PADDING}, ROBERTA),
 }
-"""family -> (promises that it breaks, why), from its source or, for relatives of RoBERTa and Mamba, from that of one."""
+"""family -> (promises that it breaks, why), from its source or from that of a relative (RoBERTa, Mamba)."""
 
 
 def causal_families() -> list[str]:
