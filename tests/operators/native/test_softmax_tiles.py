@@ -46,7 +46,7 @@ def test_contract(case: Case, check: str, calls: list[int], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("m, n", [(32, 32), (70, 300), (300, 70), (129, 129)])
+@pytest.mark.parametrize("m, n", [(32, 32), (33, 70), (70, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_long_enough_sequences(m: int, n: int, causal: bool, dtype: torch.dtype, calls: list[int]) -> None:
     """Values and gradients against the twin, values of another width, two query heads to a key head, padding."""

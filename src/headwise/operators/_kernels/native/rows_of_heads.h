@@ -5,29 +5,13 @@
 
 #include <optional>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace headwise::rows_of_heads {
 
 inline at::Tensor by_rows(const at::Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
 
-// Ask the kernel of the operating system for large pages: the first touch of each small one costs more than filling it.
-inline void use_large_pages(const at::Tensor& x) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t PAGE = 4096, LARGE = 1 << 21;
-  const uintptr_t begin = round_up(reinterpret_cast<uintptr_t>(x.data_ptr()), PAGE);
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(x.data_ptr()) + x.nbytes()) / PAGE * PAGE;
-  if (end > begin + 2 * LARGE) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
 // A new tensor (b, h, rows, width) that lies as (b, rows, h, width).
 inline at::Tensor empty_heads(int64_t b, int64_t h, int64_t rows, int64_t width, const at::TensorOptions& options) {
-  const at::Tensor x = at::empty({b, rows, h, width}, options);
-  use_large_pages(x);
-  return x.transpose(1, 2);
+  return at::empty({b, rows, h, width}, options).transpose(1, 2);
 }
 
 // ---- arguments ----
