@@ -31,6 +31,7 @@ from headwise.replacement.planning.calibration_texts import (
     model_is_causal,
     plan_lengths,
     texts_by_kind,
+    texts_per_kind,
 )
 from headwise.replacement.planning.drift import answer_for
 from headwise.replacement.planning.timing import OBJECTIVES
@@ -66,13 +67,13 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.05)
     parser.add_argument("--objective", choices=OBJECTIVES, default="seconds")
     parser.add_argument("--evaluations", type=int, default=6)
-    parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--texts", type=int, help="of each kind and length (default: as `headwise plan`)")
     parser.add_argument("--partial", type=Path)
     options = parser.parse_args()
     loaded = load_model(options.model)
     lengths = plan_lengths(loaded.model, options.length)
     start, cpu = time.perf_counter(), time.process_time()
-    batches = texts_by_kind(loaded, calibration_texts(), lengths, texts=options.texts)
+    batches = texts_by_kind(loaded, calibration_texts(), lengths, texts=options.texts or texts_per_kind(loaded.model))
     made = plan(
         loaded.model,
         batches,
@@ -124,22 +125,28 @@ def _kinds(loaded: LoadedModel, made: Plan) -> None:
     new, _ = headwise.rewrite(loaded.model, made)
     known = {kind: text for kind, text in calibration_texts().items() if kind != "languages"}
     sources = {**known, **unseen_kinds()}
-    batches = texts_by_kind(loaded, sources, plan_lengths(loaded.model, made.length), texts=3)
-    answer = answer_for(loaded.model, batches["prose"][0], causal=model_is_causal(loaded.model))
+    causal = model_is_causal(loaded.model)
+    # plans see pieces at 0, 1 or at 0, 1/3, 2/3, 1 of a text; these are at 1/2, or at 1/6, 1/2, 5/6
+    pieces, fresh = (3, (1,)) if causal else (7, (1, 3, 5))
+    batches = texts_by_kind(loaded, sources, plan_lengths(loaded.model, made.length), texts=pieces)
+    answer = answer_for(loaded.model, batches["prose"][0], causal=causal)
     print(f"\n{'drift of the rewritten model':30}" + "".join(f"{n:>18}" for n in made.lengths))
     largest = 0.0
     with torch.no_grad():
         for kind, given in batches.items():
-            cells = dict.fromkeys(made.lengths, "")
-            for batch in given[1::3]:  # the middle piece; plans see the first and the last
+            rows: dict[int, list[list[float]]] = {n: [] for n in made.lengths}
+            for batch in [batch for i, batch in enumerate(given) if i % pieces in fresh]:
                 length = batch["input_ids"].shape[1]
                 states = [answer.run(model.eval(), batch) for model in (loaded.model, new)]
                 drift = answer.drift(loaded.model, batch, *states)
                 for n in [n for n in made.lengths if n == length or (answer.by_position and n < length)] or [length]:
                     means = drift[..., :n].mean((1, 2)).tolist()
                     largest = max(largest, *means)
-                    cells[n] = " ".join(f"{x:+.4f}" for x in means)
+                    rows.setdefault(n, []).append(means)
+            # the largest of each measure over texts
+            cells = {n: " ".join(f"{max(x):+.4f}" for x in zip(*row, strict=True)) for n, row in rows.items()}
             print(f"{kind + (' (not tried)' if kind in UNSEEN else ''):30}" + "".join(f"{cells[n]:>18}" for n in cells))
+    print(f"{len(batches)} kinds, {len(fresh)} texts of each and length, the largest shown")
     print(f"largest {largest:.4f}, promised {made.tolerance:g}: {'kept' if largest <= made.tolerance else 'BROKEN'}")
 
 

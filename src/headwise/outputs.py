@@ -22,7 +22,7 @@ from headwise.errors import InputError, shown
 TEMPORARY = ".headwise-"
 """Between the name of a file and the process that writes it, in the name of its temporary file."""
 
-PARTIAL_NAMES = re.compile(r"\.?(key|drifts|batch-\d+|fit-[0-9a-f]+)(\.headwise-\d+)?(\.pt|\.jsonl)?")
+PARTIAL_NAMES = re.compile(r"\.?(key|batch-\d+|part-[0-9a-f]+)(\.headwise-\d+)?(\.pt)?")
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from headwise.models.load import LoadedModel
     from headwise.replacement import Plan
 
-PER_KIND, OTHERS = 2, 12
-"""Default of --texts: for each kind and length, and for images and random tokens."""
+OTHERS = 12
+"""Default of --texts for images and random tokens."""
 
 
 def run(argv: list[str]) -> int:
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Then: headwise rewrite MODEL --plan DIR -o NEW",
     )
     shared.add_model(parser)
-    each = f"{PER_KIND} of each kind and length, {OTHERS} images"
+    each = f"2 or 4 of each kind and length, {OTHERS} images"
     shared.add_inputs(
         parser,
         texts=None,
@@ -133,12 +133,13 @@ def _batches(options: argparse.Namespace, loaded: LoadedModel) -> tuple[Any, dic
         plan_lengths,
         read_kinds,
         texts_by_kind,
+        texts_per_kind,
     )
 
     sources = calibration_texts() if options.text is None else read_kinds(options.text)
     longest = options.length or declared_length(loaded, tokenizer_of(loaded))[0]
     lengths = plan_lengths(loaded.model, longest)
-    kinds = texts_by_kind(loaded, sources, lengths, texts=max(2, options.texts or PER_KIND))
+    kinds = texts_by_kind(loaded, sources, lengths, texts=max(2, options.texts or texts_per_kind(loaded.model)))
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     batches = {kind: [placed(batch, options.device, dtype) for batch in given] for kind, given in kinds.items()}
     return batches, {"kind": "text", "source": list(sources), "length": longest}

@@ -108,6 +108,11 @@ def plan_lengths(model: nn.Module, length: int) -> tuple[int, ...]:
     return (*shorter, length)
 
 
+def texts_per_kind(model: nn.Module) -> int:
+    """Half of them choose, half measure; the predictions of a language model for one text are thousands of answers."""
+    return 2 if model_is_causal(model) else 4
+
+
 def texts_by_kind(
     loaded: LoadedModel, sources: Mapping[str, str], lengths: Sequence[int], *, texts: int
 ) -> dict[str, list[Any]]:

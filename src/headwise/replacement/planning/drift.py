@@ -49,7 +49,7 @@ class Answer(Protocol):
         ...
 
     def drift(self, model: nn.Module, batch: Any, before: Tensor, after: Tensor) -> Tensor:
-        """(measures, b, positions or 1): the drift of texts is the greatest of the means of its measures"""
+        """(measures, b, positions or 1): the drift of a text is the greatest of the means of its measures"""
         ...
 
 
@@ -104,7 +104,7 @@ class PooledStates:
 
     measure, by_position = "cosine", False
 
-    def __init__(self, probes: int = 24) -> None:
+    def __init__(self, probes: int = 12) -> None:
         self.probes = probes
 
     def run(self, model: nn.Module, batch: Any) -> Tensor:

@@ -326,19 +326,19 @@ class _Run:
         }
 
     def _drift(self, kind: str, plan: Allocation, before: Sequence[Tensor]) -> dict[int, float]:
-        """Measured drift of one kind by length."""
+        """Largest measured drift of the batches of one kind, each a mean over its texts, by length."""
 
         def compute() -> dict[int, float]:
             sites = self._sites(plan).items()
             heads = {site: self._heads(site, choices) for site, choices in sites if set(choices) != {SOFTMAX}}
-            by_length: dict[int, list[Tensor]] = {}
+            by_length: dict[int, float] = {}
             for batch, states in zip(self._measuring(kind), before, strict=True):
                 drift = self.answer.drift(self.model, batch, states, run_with(self.model, batch, self.answer, heads))
                 length = _length(batch, self.lengths[-1])
                 shorter = [n for n in self.lengths if n <= length and self.answer.by_position]
                 for n in shorter or [length]:
-                    by_length.setdefault(n, []).append(drift[..., :n].mean((1, 2)))  # (measures,)
-            return {n: max(0.0, float(torch.stack(rows).mean(0).max())) for n, rows in sorted(by_length.items())}
+                    by_length[n] = max(by_length.get(n, 0.0), float(drift[..., :n].mean((1, 2)).max()))
+            return dict(sorted(by_length.items()))
 
         drift = self.store.stored(f"drift {kind} {plan.chosen}", compute)
         self._advance(sum(_length(batch, 1) for batch in self._measuring(kind)))

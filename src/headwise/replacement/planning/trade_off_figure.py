@@ -20,7 +20,8 @@ def draw(plan: Plan, file: Path) -> None:
     curve = [p for p in plan.curve if 0 < p.bound <= LARGEST]
     axes.plot([p.cost for p in curve], [p.bound for p in curve], "k.-", linewidth=2, label="bound for any kind")
     axes.plot([p.cost for p in curve], [p.largest for p in curve], ".--", label="largest measured")
-    axes.set(xscale="log", yscale="log", xlabel="attention cost, share of softmax attention")
+    scale = "log" if any(p.largest > 0 for p in curve) else "linear"  # a plan may be exact attention only
+    axes.set(xscale=scale, yscale=scale, xlabel="attention cost, share of softmax attention")
     axes.set_ylabel(f"drift ({plan.measure})")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)

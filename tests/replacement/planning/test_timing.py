@@ -1,0 +1,56 @@
+"""Costs by objective, and the number of keys below which a layer stays exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headwise.replacement import SOFTMAX, Choice, Plan
+from headwise.replacement.planning import timing
+from headwise.replacement.planning.capture import AttentionSite
+from headwise.replacement.planning.timing import kept_keys, relative_costs, time_plan
+
+WINDOW = Choice("window", {"width": 16, "leading": 4})
+SITES = {name: AttentionSite(name, 4, 2, 8, 64, True) for name in ("a", "b")}
+
+
+def plan(*choices: Choice) -> Plan:
+    facts = {"heads": 4, "key_value_heads": 2, "width": 8, "causal": True}
+    return Plan({"sites": {"a": facts, "b": facts}}, 64, {"a": list(choices), "b": [SOFTMAX] * 4})
+
+
+@pytest.mark.parametrize("objective", ["memory", "decode"])
+def test_keys_that_the_cache_keeps(objective: str) -> None:
+    costs = relative_costs(SITES, [SOFTMAX, WINDOW], 64, objective)
+    assert costs["a", SOFTMAX] == pytest.approx(1 / 4)  # of four key-value heads
+    assert costs["a", WINDOW] == pytest.approx(20 / 64 / 4)
+    assert kept_keys(WINDOW, 10) == 10
+
+
+def test_multiply_adds_are_counted() -> None:
+    costs = relative_costs(SITES, [SOFTMAX, WINDOW], 64, "multiply-adds")
+    expected = WINDOW.cost(64, 8, True).multiply_adds / SOFTMAX.cost(64, 8, True).multiply_adds
+    assert costs["b", WINDOW] / costs["b", SOFTMAX] == pytest.approx(expected)
+
+
+def test_seconds_of_decoders_are_half_prefill_and_half_cache() -> None:
+    costs = relative_costs(SITES, [SOFTMAX, WINDOW], 64, "seconds")
+    assert sum(2 * costs[name, SOFTMAX] for name in SITES) == pytest.approx(1)
+    assert costs["a", WINDOW] > 20 / 64 / 4 / 2
+
+
+def test_a_group_keeps_what_one_of_its_heads_needs() -> None:
+    assert timing.kept_share(plan(WINDOW, WINDOW, WINDOW, WINDOW)) == pytest.approx((20 / 64 + 1) / 2)
+    assert timing.kept_share(plan(WINDOW, WINDOW, WINDOW, SOFTMAX)) == pytest.approx((20 + 64 + 128) / 256)
+
+
+def test_layers_are_exact_below_the_length_from_which_they_are_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(versions: list, groups: int, length: int, causal: bool) -> list[float]:
+        assert groups == 2
+        return [1.0, 2.0 if length == 32 else 0.5][: len(versions)]
+
+    monkeypatch.setattr(timing, "_seconds", seconds)
+    found = time_plan(plan(WINDOW, WINDOW, WINDOW, WINDOW))
+    assert found["exact_below"] == {"a": 33, "b": 0}
+    assert found["seconds"] == {"32": {"exact": 2.0, "planned": 2.0}, "64": {"exact": 2.0, "planned": 1.5}}
+    torch.testing.assert_close(found["cache"], (20 / 64 + 1) / 2)
