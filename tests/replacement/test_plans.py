@@ -12,7 +12,8 @@ from torch import nn
 
 import headwise
 from headwise.errors import InputError, UnsupportedError
-from headwise.replacement import Choice, Plan, rewrite
+from headwise.replacement import Choice, Plan, PlanPoint, rewrite
+from headwise.replacement.planning import make_plan
 from tests.models.tiny_models import ALL
 
 pytest.importorskip("transformers")
@@ -78,6 +79,29 @@ def test_the_reported_drift_is_that_of_the_rewritten_model(plan: Plan, model: nn
         with torch.no_grad():
             a, b = (m(**given[1])[0].double().mean(1) for m in (model, new))
         assert point.drift[kind][40] == pytest.approx(1 - torch.cosine_similarity(a, b).item(), rel=1e-3, abs=1e-7)
+
+
+def test_the_bound_is_of_plans_chosen_without_a_kind(
+    plan: Plan, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If these were the cheapest plans of all, no point could promise less than the drift of the cheapest one."""
+    monkeypatch.setattr(make_plan, "_at_cost", lambda ladder, cost: ladder[-1])
+    found = headwise.plan(model, kinds(), tolerance=0.05, choices=FEW, **BRIEF)
+    bounds = [point.bound for point in found.curve[1:]]
+    assert bounds
+    assert min(bounds) > 1.1 * plan.curve[1].bound
+
+
+def test_where_the_search_looks_next() -> None:
+    bounds = [0.0, *(0.01 * 1.1**i for i in range(60))]
+    exact, good, bad = (PlanPoint({}, 1.0, bound=bound) for bound in (0.0, 0.04, 0.06))
+    first = make_plan._next({0: exact}, bounds, 0.05)
+    assert first == max(i for i, bound in enumerate(bounds) if bound <= 0.05)
+    assert make_plan._next({0: exact, 10: good, 30: bad}, bounds, 0.05) in range(14, 27)
+    around = make_plan._next({0: exact, 16: good, 17: bad}, bounds, 0.05)
+    assert around is not None
+    assert bounds[around] == pytest.approx(0.025, rel=0.1)
+    assert make_plan._next({0: exact}, bounds[:1], 0.05) is None
 
 
 def test_texts_of_several_lengths_are_measured_at_each(model: nn.Module) -> None:
@@ -326,7 +350,18 @@ def test_a_decoder_gets_causal_operators_and_is_compared_by_loss() -> None:
     found = headwise.plan(decoder, kinds(), tolerance=0.05, choices=FEW, **BRIEF)
     assert found.measure == "loss"
     assert found.lengths == (10, 20, 40)
-    assert all(row.keys() == {10, 20, 40} for row in found.curve[-1].drift.values())
+    point = found.curve[-1]
+    new, _ = rewrite(decoder, replace(found, sites=point.sites, exact_below={}))
+    weight = decoder.get_input_embeddings().weight
+    for kind, given in kinds().items():
+        ids = given[1]["input_ids"]
+        with torch.no_grad():
+            p, q = ((m(ids)[0] @ weight.T).double().log_softmax(-1)[0, :-1] for m in (decoder, new))
+        divergence = (p.exp() * (p - q)).sum(-1)
+        losses = (p - q).gather(-1, ids[0, 1:, None])[:, 0]
+        for n in (10, 20, 40):  # the beginning of a text is a text
+            expected = max(0.0, divergence[:n].mean().item(), losses[:n].mean().item())
+            assert point.drift[kind][n] == pytest.approx(expected, rel=0.02, abs=1e-6)
     with pytest.raises(UnsupportedError, match="GPT2Model is causal, but nystrom"):
         headwise.plan(decoder, batches(), tolerance=0.05, choices=[Choice("nystrom", {"landmarks": 4})], **BRIEF)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +24,7 @@ from headwise.cli.options import (
     whole_number,
 )
 from headwise.cli.progress import bar
+from headwise.cli.rewrite_command import print_trials
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
 from headwise.outputs import json_text
@@ -127,6 +130,7 @@ def _texts(changes: Sequence[HeadDifference]) -> str:
 
 def _models(options: argparse.Namespace) -> int:
     from headwise.replacement.model_comparison import compare_models, open_model
+    from headwise.replacement.trials import trial
 
     with bar("loading the models", None, quiet=is_quiet(options)):
         given = {name: getattr(options, name) for name in ("allow_missing", "device", "dtype")}
@@ -134,8 +138,9 @@ def _models(options: argparse.Namespace) -> int:
     batches = make_inputs(options, old).batches
     with bar("running both models", len(batches), quiet=is_quiet(options)) as advance:
         found = compare_models(old, new, batches, progress=advance)
+    first = [trial(old.model, new.model, batches[:1], "the first text")] if "input_ids" in batches[0] else []
     if options.json:
-        print(json_text(found.to_dict()))
+        print(json_text({**found.to_dict(), "trials": [each.to_dict() for each in first]}))
         return 0
     rows = [
         (str(index), f"{drift:.2e}", f"{before:.3f}", f"{after:.3f}")
@@ -145,7 +150,10 @@ def _models(options: argparse.Namespace) -> int:
     ]
     headings = ("text", f"drift ({found.measure})", "seconds, old", "new")
     print_table(f"{found.old} against {found.new}", headings, rows, words=())
-    print(f"mean drift {found.drift:.2e}, {sum(found.seconds_old) / sum(found.seconds_new):.2f} times as fast")
+    spread = 1.96 * statistics.stdev(found.drifts) / math.sqrt(len(rows)) if len(rows) > 1 else math.nan
+    print(f"mean drift {found.drift:.2e} ± {spread:.1e} (95 % over texts), ", end="")
+    print(f"{sum(found.seconds_old) / sum(found.seconds_new):.2f} times as fast")
+    print_trials([each.to_dict() for each in first])
     if found.operators:
         print("heads of the second: " + ", ".join(f"{n} {kind}" for kind, n in found.operators.items()))
     return 0

@@ -140,8 +140,7 @@ def _print(receipt: Receipt, out: Path) -> None:
     print(f"{receipt.parameters_after:,} parameters, {added:,} of them new")
     if receipt.largest_change == receipt.largest_change:
         print(f"largest change of the output on a probe: {receipt.largest_change:.1e} of {receipt.scale:.3g}")
-    if receipt.trials:
-        print_trials(receipt.trials)
+    print_trials(receipt.trials)
     for note in receipt.notes:
         print(note)
     print(f"written to {out}")
@@ -150,6 +149,9 @@ def _print(receipt: Receipt, out: Path) -> None:
 def print_trials(trials: Sequence[Mapping[str, Any]]) -> None:
     """Drift with its interval, seconds and bytes of the cache, before and after, by length and kind of text."""
     from headwise.cli.tables import print_table
+
+    if not trials:
+        return
 
     def pair(values: Sequence[float] | None, form: str, unit: float = 1) -> str:
         return "–" if values is None else " → ".join(format(x / unit, form) for x in values)

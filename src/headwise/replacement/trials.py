@@ -99,8 +99,7 @@ def _run(model: Any, batch: Mapping[str, Any]) -> _Run:
     start = time.perf_counter()
     output = body(**batch, **options)
     seconds = time.perf_counter() - start
-    states = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
-    states = next(x for x in output.values() if isinstance(x, Tensor) and x.dim() == 3) if states is None else states
+    states = next(x for x in output.values() if isinstance(x, Tensor) and x.dim() == 3)
     if cache is None:
         return _Run(states, seconds, None)
     from headwise.replacement.install.head_cache import cache_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -173,3 +174,19 @@ def test_gradient_checkpointing_inside_is_refused_and_outside_is_right(reentrant
     (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
     checkpoint(plain, x, use_reentrant=reentrant).square().sum().backward()  # pyright: ignore[reportOptionalMemberAccess]
     torch.testing.assert_close(x.grad, expected)
+
+
+def test_the_original_attention_below_and_beyond_the_planned_lengths() -> None:
+    model, x = encoder(), drawn(n=20)
+    plan = replace(plan_for(model, {"src": x}, [WINDOW], length=15), exact_below={"layers.1.self_attn": 9})
+    new, _ = headwise.rewrite(model, plan, probe=x)
+    half, _ = headwise.rewrite(model, replace(plan, sites={"layers.0.self_attn": [WINDOW] * HEADS}), probe=x)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            new(x), model(x), rtol=1e-5, atol=1e-5
+        )  # 20 keys; its own fast path rounds otherwise
+        assert torch.equal(new(x[:, :8]), half(x[:, :8]))
+        assert not torch.equal(new(x[:, :9]), half(x[:, :9]))
+    refusing, _ = headwise.rewrite(model, replace(plan, beyond="refuse"), probe=x[:, :15])
+    with pytest.raises(UnsupportedError, match=r"planned for at most 15 keys, but there are 20"):
+        refusing(x)

@@ -412,8 +412,10 @@ def test_sliding_windows_are_for_softmax_heads(name: str) -> None:
             torch.testing.assert_close(states(new, long)[there], states(model, long)[there], rtol=1e-5, atol=1e-6)
     new, _ = headwise.rewrite(model, plan_for(model, batch, SOME, length=6))
     assert states(new, {"input_ids": ids(1, 5)}).isfinite().all()  # shorter than the sliding window
+    beyond = {"input_ids": ids(1, 13)}
+    assert torch.equal(states(new, beyond), states(model, beyond))  # longer than planned: the original attention
     with pytest.raises(UnsupportedError, match="neither padding nor causal"):
-        states(new, {"input_ids": ids(1, 13)})
+        headwise.rewrite(model, plan_for(model, batch, SOME, length=13))
 
 
 def test_training_reaches_the_new_tensors() -> None:

@@ -31,6 +31,9 @@ class RewrittenModel(nn.Module):
         like = next(model.parameters(), torch.empty(0))
         self.sites = tuple(plan.sites)
         self.heads = nn.ModuleList(plan.mixed_heads(site).to(like.device, like.dtype) for site in self.sites)
+        for site, heads in zip(self.sites, self.heads, strict=True):
+            assert isinstance(heads, MixedHeads)
+            heads.exact_below, heads.beyond = plan.exact_below.get(site, 0), plan.beyond
         self.heads.train(model.training)
         self.training = model.training  # not self.train, which would change the modes of parts of the model
 
@@ -43,7 +46,8 @@ class RewrittenModel(nn.Module):
         def answer(site: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
             missed.discard(site)
             mixed = heads.get(site)
-            if not isinstance(mixed, MixedHeads) or mixed.replaced is None:
+            keys = call[1] if len(call) > 1 else options["key"]
+            if not isinstance(mixed, MixedHeads) or mixed.replaced is None or mixed.runs_exact(keys.shape[-2]):
                 return original(*call, **options)
             if has_gradients and _is_checkpointed():
                 raise UnsupportedError(

@@ -79,6 +79,7 @@ def attention(
     if past is not None:
         out = past.attend(query, key, value, read, scale, original)
     else:
+        assert heads is not None
         out = heads(query, key, value, key_mask=read.key_mask, causal=read.causal, scale=scale)
     return out.transpose(1, 2).contiguous(), None
 

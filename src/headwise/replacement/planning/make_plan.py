@@ -326,7 +326,7 @@ class _Run:
         }
 
     def _drift(self, kind: str, plan: Allocation, before: Sequence[Tensor]) -> dict[int, float]:
-        """Largest measured drift of the texts of one kind, by length."""
+        """Largest measured drift of the batches of one kind, each a mean over its texts, by length."""
 
         def compute() -> dict[int, float]:
             sites = self._sites(plan).items()
@@ -337,7 +337,7 @@ class _Run:
                 length = _length(batch, self.lengths[-1])
                 shorter = [n for n in self.lengths if n <= length and self.answer.by_position]
                 for n in shorter or [length]:
-                    by_length[n] = max(by_length.get(n, 0.0), float(drift[..., :n].mean(-1).max()))
+                    by_length[n] = max(by_length.get(n, 0.0), float(drift[..., :n].mean((1, 2)).max()))
             return dict(sorted(by_length.items()))
 
         drift = self.store.stored(f"drift {kind} {plan.chosen}", compute)
