@@ -302,7 +302,7 @@ def test_an_interrupted_run_resumes(model: nn.Module, plan: Plan, tmp_path: Path
 
     def interrupt(what: str, done: int, total: int) -> None:
         shares.append(done / total)
-        if done / total > 0.7:
+        if done / total > 0.9:
             raise KeyboardInterrupt
 
     options = {"tolerance": 0.05, "choices": FEW, "partial_results": tmp_path, **BRIEF}

@@ -48,9 +48,6 @@ PARTS = 5
 STEPS = 60
 """Steps of Adam for a fit."""
 
-PASS = 5
-"""Work of a forward and backward pass with all candidates, in forward passes."""
-
 
 def plan(
     model: nn.Module,
@@ -297,7 +294,7 @@ class _Run:
 
             x = self.store.stored(f"sensitivities {kind} {index}", compute)
             grams.append(gram_of(x))
-            self._advance(PASS * _length(batch, 1))
+            self._advance(self._pass() * _length(batch, 1))
         return torch.stack(grams).mean(0)
 
     def _costs(self) -> Tensor:
@@ -364,7 +361,11 @@ class _Run:
     def _total(self) -> int:
         choosing = sum(_length(batch, 1) for kind in self.kinds for batch in self._choosing(kind))
         measuring = sum(_length(batch, 1) for kind in self.kinds for batch in self._measuring(kind))
-        return PASS * choosing + 2 * self.evaluations * measuring
+        return self._pass() * choosing + 2 * self.evaluations * measuring
+
+    def _pass(self) -> int:
+        """Work of a forward and backward pass with all candidates, in forward passes: measured, roughly."""
+        return 2 + 2 * self.answer.probes + len(self.choices) // 4
 
     def _advance(self, work: int) -> None:
         self.done += work
