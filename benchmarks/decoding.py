@@ -45,8 +45,9 @@ def main() -> None:
     new, same = (headwise.rewrite(loaded.model, each, probe=SHORT)[0] for each in (plan, unchanged))
     text = next(iter(text_input(loaded, None, length=longest, texts=1).batches))["input_ids"]
     print(f"{loaded.name}, {options.dtype}, {options.threads} thread(s), plan for {plan.length}: {_heads(plan)}")
+    config: Any = loaded.model.config
     models = {
-        "exact": (loaded.model, lambda: DynamicCache(config=loaded.model.config)),
+        "exact": (loaded.model, lambda: DynamicCache(config=config)),
         "exact, preallocated": (same, lambda: HeadCache(same)),
         "rewritten": (new, lambda: HeadCache(new)),
     }
@@ -91,10 +92,12 @@ def _measure(
     """{name: (seconds of prefill, seconds of a token, bytes of the cache)}"""
     prefill: dict[str, list[float]] = {name: [] for name in models}
     decode: dict[str, list[float]] = {name: [] for name in models}
+    caches: dict[str, Any] = {}
+    token = ids[:, -1:]
     with torch.no_grad():
         for _ in range(rounds):
-            caches = {name: make() for name, (_, make) in models.items()}
-            for name, (model, _) in models.items():
+            for name, (model, make) in models.items():
+                caches[name] = make()
                 start = time.process_time()
                 token = model(ids, past_key_values=caches[name], logits_to_keep=1).logits[:, -1:].argmax(-1)
                 prefill[name].append(time.process_time() - start)
