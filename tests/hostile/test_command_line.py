@@ -215,6 +215,7 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
     from headwise.models.receipt import Receipt
     from headwise.operators._kernels.native.kernel_cache import BuildRecord
     from headwise.replacement.model_comparison import ModelDifference
+    from headwise.replacement.trials import Trial
 
     timing = Timing(0.1, float("nan"))
     receipt = Receipt(
@@ -230,6 +231,7 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
         "headwise.replacement.plan": results["plan"],
         "headwise.replacement.rewrite": (nn.Identity(), receipt),
         "headwise.replacement.install.saved.save": None,
+        "headwise.replacement.trials.trial": Trial("prose", 12, "cosine", 0.1, 0.1, None, (0.1, 0.1), None),
         "headwise.replacement.model_comparison.compare_models": difference,
         "headwise.ledger.verify": results["ledger"],
         "headwise.ledger.claim_figures.draw": None,

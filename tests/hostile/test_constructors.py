@@ -164,6 +164,15 @@ FITTING: dict[str, list[Any]] = {
     "p": [MATRIX],
     "x": [MATRIX, f32(2, N, 8)],
     "options": [{}],
+    "accuracy": [0.0, 1e-2],
+    "certificate": [0, 1, 3],
+    "axes": [1, 2, 3],
+    "normalise": ["sum", "n"],
+    "pair_cost": [1, 4],
+    "encoding": [layers.QuadraticEncoding, layers.SinusoidalEncoding, layers.AbsoluteEncoding],
+    "share": [0.0, 0.5],
+    "query_key": [(0.7, 0.7)],
+    "value_out": [(0.4, 0.4)],
 }
 # parameters of one name that mean different things
 SPECIAL: dict[tuple[str, str], list[Any]] = {
@@ -192,6 +201,13 @@ SPECIAL: dict[tuple[str, str], list[Any]] = {
     ("singular_vectors", "block"): [2, 64],
     ("eigenvalues", "block"): [2, 16],
     ("quadratic_vector", "alpha"): [f32(3)],
+    ("similarity", "f"): [lambda q, k: (q @ k.mT).exp(), lambda q, k: q @ k.mT],
+    ("LearnedSimilarity", "f"): [nn.Identity()],
+    ("low_rank", "operator"): OPERATORS,
+    ("mimetic_", "layer"): [MultiHead(8, 2), MultiHead(8, 4)],
+    ("impulse_", "layer"): [MultiHead(8, 2)],
+    ("impulse_", "positions"): [f32(N, 8)],
+    ("impulse_", "offsets"): [None, [(0, 1), (1, 0)]],
 }
 
 ANYTHING: list[Any] = [
@@ -221,7 +237,7 @@ ANYTHING: list[Any] = [
 ]
 
 
-CALLABLES = {"build", "layer", "operator", "theta", "phi", "apply", "adjoint"}
+CALLABLES = {"build", "layer", "operator", "theta", "phi", "apply", "adjoint", "encoding", "f"}
 """Parameters that are called: what another callable raises is its own."""
 
 
@@ -285,7 +301,7 @@ def test_any_arguments(name: str, data: st.DataObject) -> None:
     args, kwargs = data.draw(calls(name, call))
     count("constructors and functions")
     built = survives(lambda: call(*args, **kwargs))
-    if isinstance(built, (AttentionOperator, nn.Module)):
+    if isinstance(built, AttentionOperator) or getattr(type(built), "forward", nn.Module.forward) != nn.Module.forward:
         x, masks = data.draw(inputs(built))
         survives(lambda: built(*x, **masks))
 

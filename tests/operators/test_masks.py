@@ -256,7 +256,7 @@ def test_a_mask_that_a_builder_does_not_support_raises() -> None:
         padded(q, tokens=3)
 
 
-COMPOSITIONS = {"add", "kronecker", "per_head", "product", "scale", "transpose", "supported", "supports"}
+COMPOSITIONS = {"add", "kronecker", "low_rank", "per_head", "product", "scale", "transpose", "supported", "supports"}
 BUILDERS = [name for name in headwise.operators.__all__ if name.islower() and name not in COMPOSITIONS]
 
 

@@ -91,7 +91,7 @@ def _digest(layer: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     for x in layer:
         digest.update(f"{x.dtype} {tuple(x.shape)} ".encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
 

@@ -190,6 +190,7 @@ class MapAttention(nn.Module, ABC):
         if not isinstance(geometry, ConvolutionGeometry):
             raise InputError(f"{owner}: geometry must be a ConvolutionGeometry, but is {shown(geometry)}")
         same_kind(owner, weight=weight, **({} if bias is None else {"bias": bias}))
+        heads = None if heads is None else whole_tuple(owner, "heads", heads)
         inner, groups = geometry.in_channels // geometry.groups, geometry.groups
         if tuple(weight.shape[1:]) != (inner, *(heads or geometry.kernel_size)) or weight.shape[0] % groups:
             what = f"heads {heads}" if heads else f"kernel {geometry.kernel_size}"

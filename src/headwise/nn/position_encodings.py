@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headwise.errors import InputError, ShapeError
 from headwise.operators.relative.encodings import cells, quadratic_encoding, sinusoidal
 from headwise.operators.relative.quadratic import log_width
-from headwise.shapes import same_axis, whole_numbers, whole_tuple
+from headwise.shapes import same_axis, truth_values, whole_numbers, whole_tuple
 
 
 class PositionEncoding(nn.Module):
@@ -31,6 +31,9 @@ class PositionEncoding(nn.Module):
 
     def __init__(self, heads: int, axes: int, key_width: int, channels: int, content: bool) -> None:
         super().__init__()
+        owner = type(self).__name__
+        whole_numbers(owner, heads=heads, axes=axes, key_width=key_width, channels=channels)
+        truth_values(owner, content=content)
         self.heads, self.axes, self.key_width, self.channels, self.content = heads, axes, key_width, channels, content
 
     def shared(self, grid: Sequence[int], like: Tensor) -> Tensor | None:
@@ -51,7 +54,9 @@ class QuadraticEncoding(PositionEncoding):
     def __init__(self, heads: int, axes: int, key_width: int, channels: int, content: bool, alpha: float = 1.0) -> None:
         super().__init__(heads, axes, key_width, channels, content)
         self.centres = nn.Parameter(torch.randn(heads, axes))
-        self.log_widths = nn.Parameter(log_width(alpha).expand(heads, axes).clone())
+        if isinstance(alpha, Tensor) and alpha.numel() != 1:
+            raise ShapeError(f"QuadraticEncoding: alpha must be a number, but has shape {tuple(alpha.shape)}")
+        self.log_widths = nn.Parameter(log_width(alpha).reshape(()).expand(heads, axes).clone())
         # |d|^2 is large: the content of a query shifts its scores by little at first
         self.weight = nn.Parameter(0.01 * torch.randn(heads, 1 + axes, key_width)) if content else None
 
