@@ -201,7 +201,7 @@ SPECIAL: dict[tuple[str, str], list[Any]] = {
     ("singular_vectors", "block"): [2, 64],
     ("eigenvalues", "block"): [2, 16],
     ("quadratic_vector", "alpha"): [f32(3)],
-    ("similarity", "f"): [lambda q, k: (q @ k.mT).exp(), lambda q, k: q @ k.mT],
+    ("similarity", "f"): [lambda q, k: (q.mean(-1, keepdim=True) - k.mean(-1).unsqueeze(-2)).square()],
     ("LearnedSimilarity", "f"): [nn.Identity()],
     ("low_rank", "operator"): OPERATORS,
     ("mimetic_", "layer"): [MultiHead(8, 2), MultiHead(8, 4)],

@@ -50,6 +50,9 @@ def mimetic_(
     """
     attend = _multihead("mimetic_", layer)
     is_generator("mimetic_", generator)
+    for name, pair in (("query_key", query_key), ("value_out", value_out)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
+            raise InputError(f"mimetic_: {name} must be two finite numbers, but is {shown(pair)}")
     width = attend.width
     if {*attend.context_widths, attend.out_width} != {width}:
         raise UnsupportedError(
@@ -113,7 +116,7 @@ def impulse_(
             f"{tuple(positions.shape)}, queries come from width {attend.width} and keys from {attend.context_widths[0]}"
         )
     same_axis("impulse_", "width", positions=positions.shape[-1], layer=attend.width)
-    if not 0 < share < 1:
+    if not _is_number(share) or not 0 < share < 1:
         raise InputError(f"impulse_: share must be a number between 0 and 1, but is {shown(share)}")
     chosen = _offsets(attend.heads, len(grid), offsets, generator)
     p = positions.double()
@@ -129,6 +132,10 @@ def impulse_(
         _set_rows(attend.query, rows, math.sqrt(factor) * query)
         _set_rows(attend.key, rows, math.sqrt(factor) * key)
     return chosen
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def _multihead(owner: str, layer: nn.Module) -> MultiHead:
