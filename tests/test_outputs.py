@@ -386,3 +386,15 @@ def test_files_are_removed_although_no_descriptor_is_left(tmp_path: Path, monkey
         monkeypatch.setattr("shutil.rmtree", rmtree)
         raise KeyboardInterrupt
     assert [x for x in tmp_path.rglob("*") if x.is_file()] == []
+
+
+def test_the_marker_of_a_run_that_was_killed_while_writing_it_is_not_foreign(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    left = out / f"..headwise.headwise-{process.pid}.json"
+    left.touch()
+    with OutputDirectory(out, command="rewrite", exclusive=True) as directory:
+        (directory.staged / "model.bin").write_bytes(b"x")
+    assert not left.exists()

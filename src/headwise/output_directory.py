@@ -14,7 +14,16 @@ from typing import Any, Self, final
 from headwise.errors import InputError, shown
 from headwise.locks import NAME as LOCK
 from headwise.locks import DirectoryLock
-from headwise.outputs import PARTIAL_NAMES, flush_to_disk, followed, json_text, make_directories, write_json, writing
+from headwise.outputs import (
+    PARTIAL_NAMES,
+    flush_to_disk,
+    followed,
+    json_text,
+    make_directories,
+    remove_abandoned,
+    write_json,
+    writing,
+)
 
 MARKER, STAGED, PARTIAL = ".headwise.json", ".headwise.new", ".unfinished"
 SCHEMA = 1
@@ -234,6 +243,7 @@ class OutputDirectory:
             )
 
     def _check_exclusive(self) -> None:
+        remove_abandoned(self.path / MARKER)
         ours = {LOCK, MARKER, STAGED, PARTIAL, *self._files}
         ours |= {folder.as_posix() for name in self._files for folder in Path(name).parents}
         for file in sorted(self.path.rglob("*")):

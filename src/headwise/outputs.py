@@ -55,7 +55,7 @@ def atomic(path: Path, *, flush: bool = True) -> Iterator[Path]:
     try:
         with writing(path):
             made = make_directories(path.parent)
-            _remove_abandoned(path)
+            remove_abandoned(path)
             temporary.touch()  # fails now, not after the work, if the directory cannot be written
         yield temporary
         with writing(path):
@@ -156,7 +156,7 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _remove_abandoned(path: Path) -> None:
+def remove_abandoned(path: Path) -> None:
     """Remove temporary files of `path` whose process has ended."""
     before, after = f".{path.stem}{TEMPORARY}", path.suffix
     for file in path.parent.iterdir():

@@ -134,7 +134,6 @@ def make_targets(
         shutil.copy(session / name, session / "damage" / "files")
     found = [
         Target("plan.json", "damage/with-plan", "plan/out/plan.json", by_plan, rewrite.numbers, True, 2.0),
-        Target("plan.safetensors", "damage/with-plan", "plan/out/plan.safetensors", by_plan, rewrite.numbers, False),
         Target("report.json", "examined-bert", "out/report.json", reports, printed, True, 2.0),
         Target(
             "partial results of examine",

@@ -99,7 +99,7 @@ def check(out: Path, done: list[Outcome], kinds: list[str]) -> None:
     else:
         facts = json.loads((out / "plan.json").read_text())
         assert facts["provenance"]["command"].split()[2] == MODELS[winner]
-        assert facts["provenance"]["run"] == files["plan.safetensors"]["key"]
+        assert facts["provenance"]["run"] == files["plan.json"]["key"]
 
 
 KINDS = [["examine", "examine"], ["plan", "plan"], ["examine", "plan"]]

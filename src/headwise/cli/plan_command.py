@@ -172,8 +172,9 @@ def _print(plan: Plan, files: list[Path]) -> None:
             f"and their spread. Beyond {plan.length} tokens the rewritten model "
             f"{'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
         )
-    print_text(f"The key-value cache would keep {plan.timing['cache']:.0%} of its keys at {plan.length}.")
-    for n, row in plan.timing["seconds"].items():
+    if "cache" in plan.timing:
+        print_text(f"The key-value cache would keep {plan.timing['cache']:.0%} of its keys at {plan.length}.")
+    for n, row in plan.timing.get("seconds", {}).items():
         print_text(f"Attention takes {row['planned'] / row['exact']:.0%} of the time of exact attention at {n}.")
     for site, why in plan.skipped.items():
         print(f"skipped: {site}: {why}")

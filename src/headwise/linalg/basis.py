@@ -25,6 +25,8 @@ def checked_map(
     are_tensors(owner, like=like)
     if not like.dtype.is_floating_point:
         raise DtypeError(f"{owner}: like must be floating point, but is {like.dtype}; convert it with .float()")
+    if like.is_meta:
+        raise InputError(f"{owner}: like is on the meta device, which holds no values to decompose; use another device")
     work = work_dtype(like.dtype)
 
     def run(x: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def log_width(alpha: Tensor | float) -> Tensor:
         raise InputError(f"log_width: alpha must be a number or a tensor, but is {shown(alpha)}")
     if not isinstance(alpha, Tensor) and not 0 < alpha < 1e30:
         raise InputError(f"log_width: alpha must be a positive number, but is {shown(alpha)}")
-    alpha = torch.as_tensor(alpha)
+    alpha = alpha if isinstance(alpha, Tensor) else torch.tensor(float(alpha))
     return -(2 * (alpha if alpha.dtype.is_floating_point else alpha.float())).log() / 2
 
 

@@ -157,7 +157,8 @@ def _run(command: Sequence[str], stdin: str = "", environment: dict[str, str] | 
         try:
             _, printed = process.communicate(stdin, timeout=LONGEST)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and was waited for
+                os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 return f"{name} did not end within {LONGEST:.0f} seconds"
             raise
