@@ -89,7 +89,7 @@ class RelativeAttention(MapAttention):
 
         u and W~_k are not zero, so that W_q and W_k have gradients and the heads can learn to look at content.
         """
-        with kept_random_state():  # the caller asked for a conversion, not for random numbers
+        with kept_random_state():  # a conversion does not change the caller's random state
             layer = cls(
                 geometry.in_channels,
                 geometry.heads,
