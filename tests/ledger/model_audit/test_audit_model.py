@@ -417,3 +417,11 @@ def test_a_model_without_config_whose_attention_is_causal_promises_it(leak: floa
     batch = {"input_ids": torch.randint(30, (2, 12))}
     audit = headwise.verify(CausalStack(leak), [batch])
     assert {standing(audit, name) for name in (PERTURBATION, GRADIENT)} == {expected}
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 5])
+def test_short_sequences_are_judged_or_said_to_be_too_short(length: int) -> None:
+    audit = headwise.verify(tiny(llama), length=length)
+    assert audit.violated == ()
+    assert standing(audit, TRANSLATION) == ("not tried" if length < 5 else "measured")
+    assert standing(audit, PERMUTATION) == ("not tried" if length < 2 else "measured")

@@ -105,6 +105,8 @@ def _in_dtype(audited: AuditedModel, dtype: torch.dtype) -> Tensor:
 def check_permutation(audited: AuditedModel) -> Promise:
     """A(permuted x) against permuted A(x)."""
     x = audited.positions()
+    if audited.length < 2:
+        raise NotTriedError("one token has no other order")
     order = torch.randperm(audited.length, generator=torch.Generator().manual_seed(audited.seed)).to(x.device)
     distance, _ = audited.worst(audited.run(audited.with_positions(x[:, order])), audited.reference[:, order])
     has = distance <= audited.threshold
@@ -119,6 +121,8 @@ def check_translation(audited: AuditedModel) -> Promise:
     if not audited.takes("position_ids") or audited.has_decoder:
         raise DoesNotApplyError("it takes no position_ids")
     x = audited.positions()
+    if audited.length < SHIFT + 2:
+        raise NotTriedError(f"it needs {SHIFT + 2} tokens, but there are {audited.length}")
     start = torch.arange(audited.length - SHIFT, device=x.device).expand(len(x), -1)
     cut = audited.with_positions(x[:, : audited.length - SHIFT])
     first, moved = (audited.run({**cut, "position_ids": start + shift}) for shift in (0, SHIFT))
