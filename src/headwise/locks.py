@@ -40,15 +40,7 @@ class DirectoryLock:
         if self.file.is_symlink() or _read(self.file) is None:
             raise InputError(f"{shown(self.file)} is not a lock file of headwise; name another directory")
         while self._descriptor is None:
-            self._descriptor = self._by_flock() if fcntl is not None else self._by_creation()
-        owner = {
-            "headwise": self.command,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-        }
-        os.ftruncate(self._descriptor, 0)
-        os.write(self._descriptor, json.dumps(owner).encode())
+            self._descriptor = self._by_flock() if fcntl is not None else self._by_creation(self.file)
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -65,29 +57,48 @@ class DirectoryLock:
         except OSError as error:
             os.close(descriptor)
             if error.errno in _NO_FLOCK:
-                return self._by_creation()
+                return self._by_creation(self.file)
             raise self._held() from error
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(self.file)):
-                return descriptor
-        os.close(descriptor)
-        return None
+        return self._signed(descriptor, self.file)
 
-    def _by_creation(self) -> int | None:
-        """The descriptor of a file that did not exist; None after removing the file of an owner that has ended."""
-        try:
-            return os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            owner = _read(self.file)
+    def _by_creation(self, file: Path) -> int | None:
+        """The descriptor of a file that did not exist; None after removing the file of an owner that has ended.
+
+        Only the process that holds `file`-, a lock of the same kind, may remove `file`, and only if it still is that of
+        the dead owner: otherwise two that see the same dead owner could remove each other's new file.
+        """
+        with contextlib.suppress(FileExistsError):
+            return self._signed(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), file)
+        owner = _read(file)
+        deadline = time.monotonic() + 1
+        while owner == {} and file.exists() and time.monotonic() < deadline:  # made, but not yet signed
+            time.sleep(0.01)
+            owner = _read(file)
         if owner is None or (owner and not _has_ended(owner)):
             raise self._held()
+        guard = file.with_name(f"{file.name}-")
+        descriptor = self._by_creation(guard)
+        if descriptor is not None:
+            if _read(file) == owner:
+                file.unlink(missing_ok=True)
+            os.close(descriptor)
+            guard.unlink(missing_ok=True)
+        return None
+
+    def _signed(self, descriptor: int, file: Path) -> int | None:
+        """The descriptor after writing this process's name; None if the file was removed or replaced meanwhile."""
+        owner = {
+            "headwise": self.command,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps(owner).encode())
         with contextlib.suppress(FileNotFoundError):
-            aside = self.file.with_name(f"{NAME}-{os.getpid()}")
-            self.file.rename(aside)  # of two processes that see a dead owner, one succeeds
-            if _read(aside) != owner:  # it took the file of a new owner
-                with contextlib.suppress(FileExistsError):
-                    os.link(aside, self.file)
-            aside.unlink()
+            if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+                return descriptor
+        os.close(descriptor)
         return None
 
     def _held(self) -> InputError:
