@@ -36,7 +36,10 @@ def run(argv: list[str]) -> int:
     heads = parser.add_mutually_exclusive_group()
     heads.add_argument("--soft", type=number(0), metavar="ALPHA", help="quadratic softmax heads with trainable centres")
     heads.add_argument(
-        "--content", type=number(0), metavar="ALPHA", help="the same, with queries and keys of content that start at zero"
+        "--content",
+        type=number(0),
+        metavar="ALPHA",
+        help="the same, with queries and keys of content that start at zero",
     )
     parser.add_argument(
         "--input", type=_sizes, metavar="SIZES", help="shape of an input to run and export with, such as 1,3,32,32"
@@ -117,7 +120,7 @@ def _sizes(text: str) -> list[int]:
 def _print_receipt(receipt: Any, out: Path) -> None:
     from headwise.cli.tables import print_table
 
-    title = f"{receipt.what}: {len(receipt.parts) or 1} convolutions are now attention"
+    title = f"{receipt.what}: {len(receipt.parts) or 1} convolutions are now attention ({receipt.weights})"
     headings = ("layer", "parameters", "multiply-adds", "after", "change", "output")  # the last two: largest values
     rows = [
         (
