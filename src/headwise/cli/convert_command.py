@@ -23,7 +23,8 @@ def run(argv: list[str]) -> int:
         description="Convert every convolution of a model to attention with one head per kernel cell; "
         "outputs are equal up to rounding.",
         epilog="OUT.pt2 is an exported program (python:module:factory then needs --input); OUT.pt is a state dict for "
-        "headwise.convert(factory())[0], given soft(ALPHA) or with_content(ALPHA) as here.  Exit code: 0 if every convolution was converted, 1 if some were left.",
+        "headwise.convert(factory())[0], given soft(ALPHA) or with_content(ALPHA) as here.  Exit code: 0 if every "
+        "convolution was converted, 1 if some were left.",
     )
     parser.add_argument(
         "model",
