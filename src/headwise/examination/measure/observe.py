@@ -42,6 +42,9 @@ LEADING = 64
 COMPARED_ROWS = 64
 """Rows of an attention output that tell whether a linear layer is given that output."""
 
+SERIAL_ENTRIES = (1 << 15) - 1
+"""Numbers of a hidden state measured at once: more would be shared among threads, and need new memory; measured."""
+
 
 @dataclass(frozen=True)
 class ExaminedSite:
@@ -159,11 +162,15 @@ def observe(
         answered[:] = [four_axes(known)]
         return known
 
+    def layer_measures(block: str, x: Tensor) -> list[dict[str, float]] | None:
+        with torch._C.DisableTorchFunction():  # not through the interception, which looks at what the model computes
+            return _each(_layer_measures, tokens.of(block, x))
+
     blocks, tokens = blocks_of(model), BlockTokens()
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, lambda block, x: _each(_layer_measures, tokens.of(block, x)), states),
+        hidden_states(blocks, layer_measures, states),
         _output_projections(model, unprojected, answered),
         intercept(model, see, answer=answer),
     ):
@@ -319,10 +326,11 @@ def _output_projections(
     def before(module: Any, args: tuple) -> None:
         if not unprojected or not answered or not args or not isinstance(args[0], Tensor):
             return
-        weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.mT  # (in, out)
-        h, d, _ = unprojected[0].output_gram.shape
-        if args[0].shape[-1] == h * d == weight.shape[0] and _is_merged(args[0], answered[0]):
-            _project(unprojected, weight)
+        with torch._C.DisableTorchFunction():  # as in `observe`
+            weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.mT  # (in, out)
+            h, d, _ = unprojected[0].output_gram.shape
+            if args[0].shape[-1] == h * d == weight.shape[0] and _is_merged(args[0], answered[0]):
+                _project(unprojected, weight)
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
@@ -354,17 +362,19 @@ def _layer_measures(x: Tensor) -> dict[str, float]:
     mean_cosine         between two different tokens: (||sum of unit rows||^2 - n) / (n (n - 1))
     norm                root mean square length of a token
     """
-    n, mean = x.shape[-2], x.mean(-2, dtype=torch.float64)
-    columns, unit = torch.zeros(2, x.shape[-1], dtype=torch.float64), torch.zeros(x.shape[-1], dtype=torch.float64)
+    n, width = x.shape
+    parts = x.split(max(1, SERIAL_ENTRIES // width))
+    mean = sum((part.double().sum(-2) for part in parts), start=torch.zeros(width, dtype=torch.float64)) / n
+    columns, unit = torch.zeros(2, width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
     highest, squares = [0.0, 0.0], [0.0, 0.0]
-    for part in x.split(512):  # in float64, a few rows at a time
+    for part in parts:
         part = part.double()
+        unit += (1 / torch.linalg.vector_norm(part, dim=-1).clamp(min=1e-12)) @ part
         for i, rows in enumerate((part, part - mean)):
             squares[i] += torch.linalg.vector_norm(rows).item() ** 2
             sizes = rows.abs()
             columns[i] += sizes.sum(-2)
             highest[i] = max(highest[i], sizes.sum(-1).amax().item())
-        unit = unit + (1 / torch.linalg.vector_norm(part, dim=-1).clamp(min=1e-12)) @ part
     one_norms = columns.amax(-1).tolist()
     composite = [math.sqrt(one) * math.sqrt(infinity) for one, infinity in zip(one_norms, highest, strict=True)]
     return {
