@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 """Seconds after which a collective that nobody answers is an error."""
 
 
@@ -61,7 +61,7 @@ class Pool:
         for connection in self._connections:
             connection.send((function, args))
 
-    def results(self, *, timeout: float = 120.0) -> list[tuple[bool, Any]]:
+    def results(self, *, timeout: float = 300.0) -> list[tuple[bool, Any]]:
         """(True, value) or (False, error) of each rank; a rank that has ended has (False, None)."""
         found: list[tuple[bool, Any]] = []
         for connection in self._connections:

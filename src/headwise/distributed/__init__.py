@@ -3,5 +3,6 @@
 from headwise.distributed.collectives import LostRankError
 from headwise.distributed.sequence_parallel import SequenceParallel, sequence_parallel
 from headwise.distributed.slices import Slices
+from headwise.distributed.traffic import CountedTraffic, Traffic, traffic
 
-__all__ = ["LostRankError", "SequenceParallel", "Slices", "sequence_parallel"]
+__all__ = ["CountedTraffic", "LostRankError", "SequenceParallel", "Slices", "Traffic", "sequence_parallel", "traffic"]

@@ -33,6 +33,7 @@ from headwise.distributed.exchanges import (
     tensors_in,
 )
 from headwise.distributed.slices import Slices
+from headwise.distributed.traffic import head_traffic, traffic
 from headwise.errors import DtypeError, HeadwiseError, InputError, ShapeError, UnsupportedError
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.base import AttentionOperator
@@ -234,12 +235,14 @@ class ShardedOperator(AttentionOperator):
         return _reads_only(operator, q, k)
 
     def _heads_are_cheaper(self, operator: AttentionOperator, call: Call, v: Tensor) -> bool:
-        """Softmax only: scalars of a position that pass by in a ring, against those that change places twice."""
-        size, heads = call.ranks.size, self.shape[:-2][-1:].numel()
-        if not isinstance(operator, Softmax) or self.builder.exchange == "ring" or heads < size or heads % size:
+        """By the formulas of `traffic`, if every rank would have as many heads, and no head its own parameters."""
+        size, heads = call.ranks.size, torch.broadcast_shapes(self.shape[:-2], v.shape[:-2])[-1:].numel()
+        held = list(tensors_in(operator))
+        reads = any(x.is_meta and x.dtype.is_floating_point for x in held)
+        if self.builder.exchange == "ring" or heads % size or not reads or not all(x.is_meta for x in held):
             return False
-        q, k, v_width = (x.shape[:-2].numel() * x.shape[-1] for x in (self.q, self.k, v))
-        return (k + v_width) * size > q + k + 2 * v_width
+        own, by_heads = (formula(operator, v.shape[-1], size).received(size) for formula in (traffic, head_traffic))
+        return own > by_heads
 
     def _by_heads(self, call: Call, v: Tensor) -> Tensor:
         """All positions of some heads: 4 d N (P-1)/P^2 scalars for each head (Jacobs et al. 2023, Ulysses)."""
@@ -263,7 +266,14 @@ class ShardedOperator(AttentionOperator):
         mask = sequence_mask(call)
         if mask is not None and mask.dim() > 1 and mask.shape[-2] == heads > 1:
             mask = Slices.even(heads, size).cut(mask, rank)
-        out = self._build(whole_q, whole_k, mask).apply(whole_v)
+        try:
+            out = self._build(whole_q, whole_k, mask).apply(whole_v)
+            same_axis("sequence_parallel", "h", q=whole_q.shape[-3], out=out.shape[-3])
+        except (HeadwiseError, RuntimeError) as error:
+            raise UnsupportedError(
+                f"sequence_parallel: {_named(self.builder.build)} is computed with all positions of some of the {heads} "
+                f"heads on each rank, which fails, as it must if heads have parameters of their own: {error}"
+            ) from error
         return by_positions(out, -3, heads, call.queries, call.ranks)
 
     def _checked(self, v: Tensor) -> None:

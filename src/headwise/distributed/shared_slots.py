@@ -5,11 +5,13 @@
     nystrom        r landmarks of queries and of keys gathered, r rows over all keys reduced: 3 r d
 
 A dense projection or a sketch is a sum over positions: each rank applies its own columns, and the parts are reduced.
-Slots of a mean, a filter or the identity have few positions in a row: the rank of the first one fetches the others.
+Slots of a mean, a filter or the identity have few positions in a row, most of them on one rank: only the sums of each
+rank's positions are sent, and those of a slot that lies on two ranks are added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -20,7 +22,7 @@ from headwise.distributed.collectives import summed, tied
 from headwise.distributed.exchanges import Call, NoExchange, local_rows
 from headwise.distributed.ring_softmax import everywhere
 from headwise.distributed.running_states import mean_values
-from headwise.distributed.slices import Slices, empty_rows, fetch, fetch_mask
+from headwise.distributed.slices import Slices, empty_rows, fetch
 from headwise.operators._kernels.double_softmax import double_softmax
 from headwise.operators._kernels.queries_keys import QueriesKeys, repeat_heads
 from headwise.operators._kernels.scores import Scores
@@ -39,6 +41,7 @@ from headwise.operators.linear.projections import (
 )
 from headwise.operators.masks import Mask
 from headwise.operators.softmax import Softmax
+from headwise.shapes import filled
 
 
 @local_rows.register
@@ -46,13 +49,13 @@ def _(operator: Projected, call: Call, v: Tensor) -> Tensor:
     """r (k + d) scalars: the slots of keys and values; with a key mask r more, whether a slot has a visible key."""
     e, f = _known(operator.short.e), _known(operator.short.f)
     k = repeat_heads(call.k, call.q, "Projected")
-    keys, filled = _all_slots(e, k, call.key_mask, call.keys, call)
-    values, filled_too = _all_slots(f, v, call.key_mask, call.keys, call)
-    if filled is not None and filled_too is not None:
-        filled = filled & filled_too
+    keys, visible = _all_slots(e, k, call.key_mask, call.keys, call)
+    values, visible_too = _all_slots(f, v, call.key_mask, call.keys, call)
+    if visible is not None and visible_too is not None:
+        visible = visible & visible_too
     if not call.q.shape[-2]:
         return _nothing(call, keys, values)
-    mask = Mask(call.q.shape[-2], e.slots, key_mask=filled)
+    mask = Mask(call.q.shape[-2], e.slots, key_mask=visible)
     return tied(Softmax(Scores(call.q, keys, operator.qk.scale, mask)).apply(values), keys, values)
 
 
@@ -62,18 +65,18 @@ def _(operator: Factored, call: Call, v: Tensor) -> Tensor:
     e, f = _known(operator.short.e), _known(operator.short.f)
     k, scale = repeat_heads(call.k, call.q, "Factored"), operator.qk.scale
     if f is e and not isinstance(e, (Dense, CountSketch)):
-        keys, values, filled = _own_slots(e, k, v, call.key_mask, call.keys, call)
-        keys, values = (x if filled is None else torch.where(filled.unsqueeze(-1), x, 0) for x in (keys, values))
-        means = mean_values(keys, values, scale, filled, call)
+        keys, slots = _own_slots(e, k, call.key_mask, call.keys, call)
+        values, _ = _own_slots(e, v, call.key_mask, call.keys, call)
+        means = mean_values(keys, values, scale, slots, call)
         return (torch.softmax(call.q.to(means.dtype) * scale, dim=-1) @ means).to(v.dtype)
-    keys, filled = _all_slots(e, k, call.key_mask, call.keys, call)
-    values, filled_too = _all_slots(f, v, call.key_mask, call.keys, call)
-    if filled is not None and filled_too is not None:
-        filled = filled & filled_too
+    keys, visible = _all_slots(e, k, call.key_mask, call.keys, call)
+    values, visible_too = _all_slots(f, v, call.key_mask, call.keys, call)
+    if visible is not None and visible_too is not None:
+        visible = visible & visible_too
     if not call.q.shape[-2]:
         return _nothing(call, keys, values)
     qk = QueriesKeys(call.q, k, scale, Mask(call.q.shape[-2], k.shape[-2]))
-    return double_softmax(qk, keys, values, filled).to(v.dtype)
+    return double_softmax(qk, keys, values, visible).to(v.dtype)
 
 
 @local_rows.register
@@ -121,13 +124,21 @@ def _all_slots(
     """E x (*batch, r, c) of the whole sequence on every rank, and which slots have a visible position."""
     if isinstance(projection, (Dense, CountSketch)):
         return _reduced(projection, x, mask, held, call)
-    own, _, filled = _own_slots(projection, x, x[..., :0], mask, held, call)
-    spans = [_Spans.of(projection, held, rank) for rank in range(call.ranks.size)]
-    slots = Slices(tuple(span.count for span in spans))
-    order = torch.cat([span.slots for span in spans]).argsort()
-    # as if the slots of rank 0, rank 1, ... were a sequence
-    (keys,) = fetch([own], slots, lambda _: order, call.ranks)
-    return keys, fetch_mask(filled, slots, lambda _: order, call.ranks)
+    parts = _Parts.of(projection, held, call.ranks.size)
+    return _added_up(projection, x, mask, held, call, parts, lambda _: torch.arange(len(parts.slots)))
+
+
+def _own_slots(
+    projection: Projection, x: Tensor, mask: Tensor | None, held: Slices, call: Call
+) -> tuple[Tensor, Tensor | None]:
+    """The slots whose first position this rank holds, from its parts and those of ranks that hold their other ones."""
+    parts = _Parts.of(projection, held, call.ranks.size)
+    owners, _ = held.locate(parts.slots * parts.stride)
+    slots, visible = _added_up(
+        projection, x, mask, held, call, parts, lambda rank: (owners == rank).nonzero().flatten()
+    )
+    own = parts.slots[owners == call.rank].unique().to(x.device)
+    return slots.index_select(-2, own), None if visible is None else visible.index_select(-1, own)
 
 
 def _reduced(
@@ -149,77 +160,82 @@ def _reduced(
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Spans:
-    """The slots whose first position a rank holds, segment by segment, and the positions that they are made of."""
+class _Parts:
+    """The slots that have positions on each rank, segment by segment: a slot that lies on two ranks has two parts."""
 
-    firsts: list[tuple[int, int]]  # (first, last) slot of each segment
-    ranges: list[tuple[int, int]]  # (start, stop) positions
-    count: int
+    stride: int  # positions from one slot to the next
+    weight: Tensor | None  # of the positions of a slot; None for ones
+    width: int
+    ranges: list[list[tuple[int, int]]]  # (first, last) slot of each segment of each rank
 
     @classmethod
-    def of(cls, projection: Projection, held: Slices, rank: int) -> _Spans:
-        stride, width = _geometry(projection)
-        firsts, ranges = [], []
-        for start, stop in held.segments(rank):
-            first, last = -(-start // stride), -(-stop // stride)
-            firsts.append((first, max(first, last)))
-            end = min(held.n, (last - 1) * stride + width)
-            ranges.append((first * stride, max(first * stride, end)) if last > first else (0, 0))
-        return cls(firsts, ranges, sum(last - first for first, last in firsts))
+    def of(cls, projection: Projection, held: Slices, ranks: int) -> _Parts:
+        if isinstance(projection, Convolution):
+            stride, weight = projection.stride, projection.weight
+            width = weight.shape[0]
+        else:
+            stride = width = projection.size if isinstance(projection, Pooling) else 1
+            weight = None
+        ranges = [
+            [
+                (max(0, -(-(start - width + 1) // stride)), -(-stop // stride)) if stop > start else (0, 0)
+                for start, stop in held.segments(rank)
+            ]
+            for rank in range(ranks)
+        ]
+        return cls(stride, weight, width, ranges)
 
     @property
     def slots(self) -> Tensor:
-        return torch.cat([torch.arange(first, last) for first, last in self.firsts])
+        """The slot of every part, rank after rank."""
+        return torch.cat([torch.arange(*pair) for ranges in self.ranges for pair in ranges])
 
     @property
-    def positions(self) -> Tensor:
-        return torch.cat([torch.arange(start, stop) for start, stop in self.ranges])
+    def held(self) -> Slices:
+        return Slices(tuple(sum(last - first for first, last in ranges) for ranges in self.ranges))
+
+    def sums(self, x: Tensor, weight: Tensor | None, held: Slices, rank: int) -> Tensor:
+        """The parts of this rank: sums of its rows of x under `weight`."""
+        found = []
+        for rows, (start, _), (first, last) in zip(
+            held.split(x, rank), held.segments(rank), self.ranges[rank], strict=True
+        ):
+            if last <= first:
+                found.append(rows[..., :0, :])
+                continue
+            # rows before the first slot belong to none
+            rows = rows[..., max(0, first * self.stride - start) :, :]
+            rows = filled(rows, (0, 0, max(0, start - first * self.stride), 0))
+            weights = x.new_ones(self.width) if weight is None else weight
+            found.append(Convolution(rows.shape[-2], self.stride, weights).apply(rows)[..., : last - first, :])
+        return torch.cat(found, dim=-2)
 
 
-def _own_slots(
-    projection: Projection, k: Tensor, v: Tensor, mask: Tensor | None, held: Slices, call: Call
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Slots of k and v that begin at this rank's positions, which fetches what it does not hold of them."""
+def _added_up(
+    projection: Projection,
+    x: Tensor,
+    mask: Tensor | None,
+    held: Slices,
+    call: Call,
+    parts: _Parts,
+    wanted: Callable[[int], Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """(*batch, r, c): the sums of the wanted parts at their slots, zeros elsewhere; means where they are means."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    rows = x.to(compute) if mask is None else x.to(compute).masked_fill(~mask.unsqueeze(-1), 0)
+    r, slots = projection.slots, parts.slots[wanted(call.rank)].to(x.device)
 
-    def wanted(rank: int) -> Tensor:
-        return _Spans.of(projection, held, rank).positions
+    def collected(y: Tensor) -> Tensor:
+        (got,) = fetch([y], parts.held, wanted, call.ranks)
+        return got.new_zeros(*got.shape[:-2], r, got.shape[-1]).index_add(-2, slots, got)
 
-    spans = _Spans.of(projection, held, call.rank)
-    keys, values = fetch([k, v], held, wanted, call.ranks)
-    visible = fetch_mask(mask, held, wanted, call.ranks)
-    found: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    offset = 0
-    for (first, last), (start, stop) in zip(spans.firsts, spans.ranges, strict=True):
-        rows = slice(offset, offset + stop - start)
-        offset += stop - start
-        some = None if visible is None else visible[..., rows]
-        x, y = keys[..., rows, :], values[..., rows, :]
-        if last > first:
-            part = _part(projection, stop - start)
-            short = Shortened(x, part, part, some)
-            count = last - first
-            filled = short.filled
-            x, y = short.keys()[..., :count, :], short.values(y)[..., :count, :]
-            some = None if filled is None else filled[..., :count]
-        found.append((x, y, some))
-    x, y, some = zip(*found, strict=True)
-    filled = None if mask is None else torch.cat([z for z in some if z is not None], dim=-1)
-    return tied(torch.cat(x, dim=-2), keys), tied(torch.cat(y, dim=-2), values), filled
-
-
-def _geometry(projection: Projection) -> tuple[int, int]:
-    """Positions from one slot to the next, and in one slot."""
+    out = collected(parts.sums(rows, parts.weight, held, call.rank))
+    if mask is None:
+        if isinstance(projection, Pooling):
+            out = out / projection._sizes(out)
+        return out.to(x.dtype), None
+    weight = None if parts.weight is None else (parts.weight.detach() != 0).to(compute)
+    counts = collected(parts.sums(mask.to(compute).unsqueeze(-1), weight, held, call.rank))
     if isinstance(projection, Pooling):
-        return projection.size, projection.size
-    if isinstance(projection, Convolution):
-        return projection.stride, projection.weight.shape[0]
-    return 1, 1
-
-
-def _part(projection: Projection, n: int) -> Projection:
-    """The same projection of n positions that begin with a slot."""
-    if isinstance(projection, Pooling):
-        return Pooling(n, min(projection.size, n))
-    if isinstance(projection, Convolution):
-        return Convolution(n, projection.stride, projection.weight)
-    return Identity(n)
+        out = out / counts.clamp(min=1)
+    return out.to(x.dtype), counts.squeeze(-1) > 0
