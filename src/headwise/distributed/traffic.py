@@ -239,6 +239,7 @@ class CountedTraffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.received: Counter[tuple[str, torch.dtype]] = Counter()
+        self.calls = 0
 
     def bytes(self, *dtypes: torch.dtype) -> int:
         """Of these dtypes, or of all."""
@@ -247,6 +248,7 @@ class CountedTraffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = getattr(func, "_schema", None)
         name = "" if name is None else name.name
+        self.calls += name.startswith("c10d::")
         if name == "c10d::alltoall_base_":
             out, given, group, receive, _ = args[:5]
             size, rank = _size_and_rank(group)
