@@ -1,0 +1,7 @@
+"""One sequence over many processes: `sequence_parallel(build)`, on torch.distributed alone."""
+
+from headwise.distributed.collectives import LostRankError
+from headwise.distributed.sequence_parallel import SequenceParallel, sequence_parallel
+from headwise.distributed.slices import Slices
+
+__all__ = ["LostRankError", "SequenceParallel", "Slices", "sequence_parallel"]
