@@ -57,8 +57,8 @@ class TextShard:
         h, m, n = call.q.shape[1], call.q.shape[-2], call.k.shape[-2]
         if call.kind != "self" or call.windows != 1 or not m == n == self.slices.lengths[self.ranks.rank]:
             raise UnsupportedError(
-                f"{call.site}: {m} queries and {n} keys of a text of which this process has "
-                f"{self.slices.lengths[self.ranks.rank]} tokens; only self-attention over a text of tokens can be shared"
+                f"{call.site}: {m} queries and {n} keys, but this process has {self.slices.lengths[self.ranks.rank]} "
+                "tokens of the text; only self-attention over a text of tokens can be shared"
             )
         if call.mask.visible is not None or call.mask.attn_bias is not None:
             raise UnsupportedError(

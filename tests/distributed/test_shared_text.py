@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +11,8 @@ from torch import nn
 
 from headwise.errors import HeadwiseError, InputError
 from headwise.examination import Examination, examine
+from tests.distributed.pool import Pool
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
 
 
@@ -65,10 +60,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def one_process() -> None:
-    """What every process of the test below runs."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    size = dist.get_world_size()
+    """What every process of the tests below runs."""
     for net, n in [
         (model("Llama", num_key_value_heads=2), 45),
         (model("Bert"), 40),
@@ -82,33 +74,25 @@ def one_process() -> None:
         else:
             same(found, expected)
     assert "counts positions in its own way" in refusal(lambda: shared(model("Roberta"), text(40)))
-    assert "a mask or a bias" in refusal(lambda: shared(model("Mistral", sliding_window=4, num_key_value_heads=2), text(40)))
+    assert "a mask or a bias" in refusal(
+        lambda: shared(model("Mistral", sliding_window=4, num_key_value_heads=2), text(40))
+    )
     assert "takes no position_ids" in refusal(lambda: shared(nn.Linear(1, 1), text(40)))
     padded = {**text(40), "attention_mask": torch.ones(1, 40, dtype=torch.long).index_fill_(1, torch.tensor([0]), 0)}
     assert "has padding" in refusal(lambda: shared(model("Llama"), padded))
     batch = {"input_ids": text(40)["input_ids"].reshape(2, 20)}
     assert "one text at a time" in refusal(lambda: shared(model("Llama"), batch))
-    if size > 2:
+    if dist.get_world_size() > 2:
         assert "heads for" in refusal(lambda: shared(model("Llama", num_attention_heads=2), text(40)))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_shared_text_has_the_numbers_of_one_process(size: int) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-    command = [sys.executable, "-c", "from tests.examination.test_sequence_parallel import one_process; one_process()"]
-    started = [
-        subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **shared, "RANK": str(rank)}
-        )
-        for rank in range(size)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in started]
-    assert [process.returncode for process in started] == [0] * size, "\n".join(errors)
+def test_two_processes_have_the_numbers_of_one(two: Pool) -> None:
+    two.run(one_process)
+
+
+@pytest.mark.slow
+def test_four_processes_have_the_numbers_of_one(four: Pool) -> None:
+    four.run(one_process)
 
 
 def test_several_processes_are_needed() -> None:
