@@ -7,19 +7,23 @@ the blocks of the model.  A block is a member of a list (`nn.ModuleList`, `nn.Se
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise.distributed.collectives import Ranks, largest, summed
 from headwise.errors import InputError, NonFiniteError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
 from headwise.examination.measure.repeated_tokens import repeated_token_scores
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
+from headwise.examination.measure.text_shard import TextShard
 from headwise.examination.measure.token_patterns import (
     BatchTokens,
     TokenNames,
@@ -85,7 +89,7 @@ class _SiteMeasurement:
         self.numbers, self.profile, self.sampled_rows = evaluate(sums), sums.profile(), sums.sampled_rows
         self.output_gram = sums.output.mT @ sums.output
         self.spectral: dict[str, Tensor] = {}
-        self.leading = torch.empty(site.heads, 0, dtype=torch.float64)
+        self.leading = torch.empty(len(self.profile), 0, dtype=torch.float64)
         self.spectra_exact = True
 
     def add_spectra(self, scores: Scores, v: Tensor, generator: torch.Generator | None) -> None:
@@ -115,11 +119,14 @@ def observe(
     generator: torch.Generator | None = None,
     token_names: TokenNames | None = None,
     with_repeated_tokens: bool = False,
+    ranks: Ranks | None = None,
 ) -> list[Measurement]:
     """One forward pass; one Measurement for each sequence in the batch.
 
     with_repeated_tokens  another short pass, whose scores are numbers of the first sequence
+    ranks                 processes that share the batch, which is one text (see `TextShard`)
     """
+    shard = None if ranks is None else TextShard(model, batch, ranks)
     token_ids = BatchTokens(batch, token_names(batch) if token_names is not None else None)
     by_sequence: dict[int, list[_SiteMeasurement]] = {}
     unprojected: list[_SiteMeasurement] = []  # the last call's, until its output projection runs
@@ -130,9 +137,10 @@ def observe(
     def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
-        is_plain, call = _is_plain(call), call.measurable
+        is_plain = _is_plain(call)
         site, block = _site(call, blocks, states), block_of(call, blocks)
         tokens.add(block, call)
+        call = (call if shard is None else shard.whole(call)).measurable
         for b in range(len(call.q)):
             part = measured_part(call, b, tokens.queries(block, call, b))
             scores, v = part.cut(call)
@@ -146,16 +154,17 @@ def observe(
                 measured.add_spectra(scores, v, generator)
             by_sequence.setdefault(b // call.windows, []).append(measured)
             unprojected.append(measured)
-            if is_plain:
+            if is_plain or shard is not None:
                 outputs.append(sums.output)
         if isinstance(call.module, nn.MultiheadAttention):
-            _project(unprojected, call.module.out_proj.weight.mT)
+            _project(unprojected, call.module.out_proj.weight.mT, shard)
 
     def answer(site: str, attention: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
         """P V, known already if nothing is padded: computing it again takes a quarter of the forward pass."""
         if outputs:
             query = args[0] if args else kwargs["query"]
-            known = (torch.stack(outputs) if len(outputs) > 1 else outputs[0]).reshape(*query.shape[:-1], -1)
+            known = torch.stack(outputs) if len(outputs) > 1 else outputs[0]
+            known = (known if shard is None else shard.rows(known).to(query)).reshape(*query.shape[:-1], -1)
             outputs.clear()
         else:
             known = attention(*args, **kwargs)
@@ -164,19 +173,21 @@ def observe(
 
     def layer_measures(block: str, x: Tensor) -> list[dict[str, float]] | None:
         with torch._C.DisableTorchFunction():  # not through the interception, which looks at what the model computes
-            return _each(_layer_measures, tokens.of(block, x))
+            return _each(partial(_layer_measures, ranks=ranks), tokens.of(block, x))
 
     blocks, tokens = blocks_of(model), BlockTokens()
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
         hidden_states(blocks, layer_measures, states),
-        _output_projections(model, unprojected, answered),
+        _output_projections(model, unprojected, answered, shard),
         intercept(model, see, answer=answer),
     ):
-        run_model(model, batch)
+        run_model(model, batch if shard is None else shard.own)
     if not by_sequence:
         raise nothing_seen(model)
+    if shard is not None:
+        by_sequence[0] = list(map(_all_heads, zip(*shard.from_all(by_sequence[0]), strict=True)))
     if with_repeated_tokens:
         repeated = repeated_token_scores(model, batch)
         for measured in by_sequence[0]:
@@ -308,15 +319,17 @@ def _each(measure: Callable[[Tensor], dict[str, float]], x: list[Tensor] | None)
     return None if x is None else [measure(one.cpu()) for one in x]
 
 
-def _project(unprojected: list[_SiteMeasurement], weight: Tensor) -> None:
+def _project(unprojected: list[_SiteMeasurement], weight: Tensor, shard: TextShard | None) -> None:
     for measured in unprojected:
-        measured.add_projection(weight)
+        d = measured.output_gram.shape[-1]
+        own = slice(None) if shard is None else slice(shard.heads.start * d, shard.heads.stop * d)
+        measured.add_projection(weight[own])
     unprojected.clear()
 
 
 @contextlib.contextmanager
 def _output_projections(
-    model: nn.Module, unprojected: list[_SiteMeasurement], answered: list[Tensor]
+    model: nn.Module, unprojected: list[_SiteMeasurement], answered: list[Tensor], shard: TextShard | None
 ) -> Iterator[None]:
     """Take the linear layer that is given the output of an attention call, heads side by side, for its W_O.
 
@@ -328,9 +341,9 @@ def _output_projections(
             return
         with torch._C.DisableTorchFunction():  # as in `observe`
             weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.mT  # (in, out)
-            h, d, _ = unprojected[0].output_gram.shape
+            h, d = answered[0].shape[1], answered[0].shape[-1]
             if args[0].shape[-1] == h * d == weight.shape[0] and _is_merged(args[0], answered[0]):
-                _project(unprojected, weight)
+                _project(unprojected, weight, shard)
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
@@ -354,8 +367,8 @@ def _is_merged(x: Tensor, output: Tensor) -> bool:
     return any(torch.allclose(chosen, one, rtol=1e-2, atol=1e-6) for one in merged)
 
 
-def _layer_measures(x: Tensor) -> dict[str, float]:
-    """How far the tokens of a hidden state (n, d) have become equal.
+def _layer_measures(x: Tensor, ranks: Ranks | None = None) -> dict[str, float]:
+    """How far the tokens of a hidden state (n, d) have become equal; its rows may be on several processes.
 
     relative_residual   ||res X|| / ||X|| in the composite norm, res X = X less its row mean: 0 for equal tokens
     difference          ||res X||_F^2 / ||X||_F^2: the share that tells tokens apart, between 0 and 1
@@ -364,7 +377,11 @@ def _layer_measures(x: Tensor) -> dict[str, float]:
     """
     n, width = x.shape
     parts = x.split(max(1, SERIAL_ENTRIES // width))
-    mean = sum((part.double().sum(-2) for part in parts), start=torch.zeros(width, dtype=torch.float64)) / n
+    total = sum((part.double().sum(-2) for part in parts), start=torch.zeros(width, dtype=torch.float64))
+    if ranks is not None:
+        total, count = summed(torch.cat([total, torch.tensor([n], dtype=torch.float64)]), ranks).split([width, 1])
+        n = int(count.item())
+    mean = total / n
     columns, unit = torch.zeros(2, width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
     highest, squares = [0.0, 0.0], [0.0, 0.0]
     for part in parts:
@@ -375,6 +392,10 @@ def _layer_measures(x: Tensor) -> dict[str, float]:
             sizes = rows.abs()
             columns[i] += sizes.sum(-2)
             highest[i] = max(highest[i], sizes.sum(-1).amax().item())
+    if ranks is not None:
+        columns, unit = summed(columns, ranks), summed(unit, ranks)
+        squares = summed(torch.tensor(squares, dtype=torch.float64), ranks).tolist()
+        highest = largest(torch.tensor(highest, dtype=torch.float64), ranks).tolist()
     one_norms = columns.amax(-1).tolist()
     composite = [math.sqrt(one) * math.sqrt(infinity) for one, infinity in zip(one_norms, highest, strict=True)]
     return {
@@ -383,6 +404,18 @@ def _layer_measures(x: Tensor) -> dict[str, float]:
         "mean_cosine": (unit.square().sum().item() - n) / max(1, n * (n - 1)),
         "norm": math.sqrt(squares[0] / n),
     }
+
+
+def _all_heads(parts: Sequence[_SiteMeasurement]) -> _SiteMeasurement:
+    """One call, of which each process has measured some heads."""
+    whole = copy.copy(parts[0])
+    whole.profile, whole.sampled_rows = (torch.cat([getattr(x, y) for x in parts]) for y in ("profile", "sampled_rows"))
+    whole.numbers = {name: torch.cat([x.numbers[name] for x in parts]) for name in whole.numbers}
+    whole.spectral = {name: torch.cat([x.spectral[name] for x in parts]) for name in whole.spectral}
+    width = max(x.leading.shape[-1] for x in parts)
+    whole.leading = torch.cat([filled(x.leading, (0, width - x.leading.shape[-1])) for x in parts])
+    whole.spectra_exact = all(x.spectra_exact for x in parts)
+    return whole
 
 
 def _measurement(
