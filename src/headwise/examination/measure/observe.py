@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.distributed.collectives import Ranks, largest, summed
+from headwise.distributed.collectives import Ranks
 from headwise.errors import InputError, NonFiniteError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.layer_measures import layer_measures
 from headwise.examination.measure.repeated_tokens import repeated_token_scores
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
@@ -45,9 +46,6 @@ LEADING = 64
 
 COMPARED_ROWS = 64
 """Rows of an attention output that tell whether a linear layer is given that output."""
-
-SERIAL_ENTRIES = (1 << 15) - 1
-"""Numbers of a hidden state measured at once: more would be shared among threads, and need new memory; measured."""
 
 
 @dataclass(frozen=True)
@@ -171,15 +169,15 @@ def observe(
         answered[:] = [four_axes(known)]
         return known
 
-    def layer_measures(block: str, x: Tensor) -> list[dict[str, float]] | None:
+    def measure_block(block: str, x: Tensor) -> list[dict[str, float]] | None:
         with torch._C.DisableTorchFunction():  # not through the interception, which looks at what the model computes
-            return _each(partial(_layer_measures, ranks=ranks), tokens.of(block, x))
+            return _each(partial(layer_measures, ranks=ranks), tokens.of(block, x))
 
     blocks, tokens = blocks_of(model), BlockTokens()
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, layer_measures, states),
+        hidden_states(blocks, measure_block, states),
         _output_projections(model, unprojected, answered, shard),
         intercept(model, see, answer=answer),
     ):
@@ -365,45 +363,6 @@ def _is_merged(x: Tensor, output: Tensor) -> bool:
     places = ((at // m, at % m), (at % b, at // b))  # (text, token) of each row, in both orders
     merged = (output[text, :, token].flatten(1).float() for text, token in places)
     return any(torch.allclose(chosen, one, rtol=1e-2, atol=1e-6) for one in merged)
-
-
-def _layer_measures(x: Tensor, ranks: Ranks | None = None) -> dict[str, float]:
-    """How far the tokens of a hidden state (n, d) have become equal; its rows may be on several processes.
-
-    relative_residual   ||res X|| / ||X|| in the composite norm, res X = X less its row mean: 0 for equal tokens
-    difference          ||res X||_F^2 / ||X||_F^2: the share that tells tokens apart, between 0 and 1
-    mean_cosine         between two different tokens: (||sum of unit rows||^2 - n) / (n (n - 1))
-    norm                root mean square length of a token
-    """
-    n, width = x.shape
-    parts = x.split(max(1, SERIAL_ENTRIES // width))
-    total = sum((part.double().sum(-2) for part in parts), start=torch.zeros(width, dtype=torch.float64))
-    if ranks is not None:
-        total, count = summed(torch.cat([total, torch.tensor([n], dtype=torch.float64)]), ranks).split([width, 1])
-        n = int(count.item())
-    mean = total / n
-    columns, unit = torch.zeros(2, width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
-    highest, squares = [0.0, 0.0], [0.0, 0.0]
-    for part in parts:
-        part = part.double()
-        unit += (1 / torch.linalg.vector_norm(part, dim=-1).clamp(min=1e-12)) @ part
-        for i, rows in enumerate((part, part - mean)):
-            squares[i] += torch.linalg.vector_norm(rows).item() ** 2
-            sizes = rows.abs()
-            columns[i] += sizes.sum(-2)
-            highest[i] = max(highest[i], sizes.sum(-1).amax().item())
-    if ranks is not None:
-        columns, unit = summed(columns, ranks), summed(unit, ranks)
-        squares = summed(torch.tensor(squares, dtype=torch.float64), ranks).tolist()
-        highest = largest(torch.tensor(highest, dtype=torch.float64), ranks).tolist()
-    one_norms = columns.amax(-1).tolist()
-    composite = [math.sqrt(one) * math.sqrt(infinity) for one, infinity in zip(one_norms, highest, strict=True)]
-    return {
-        "relative_residual": composite[1] / max(composite[0], 1e-300),
-        "difference": squares[1] / max(squares[0], 1e-300),
-        "mean_cosine": (unit.square().sum().item() - n) / max(1, n * (n - 1)),
-        "norm": math.sqrt(squares[0] / n),
-    }
 
 
 def _all_heads(parts: Sequence[_SiteMeasurement]) -> _SiteMeasurement:
