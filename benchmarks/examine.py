@@ -272,10 +272,8 @@ def main() -> None:
     n, count = (128, 2) if options.quick else (512, 5)
     rows = minilm(n, options.rounds or count)
     if not options.json:
-        times = options.rounds or count
-        print(
-            f"all-MiniLM-L6-v2, n = {n}, {TEXTS} texts, {times} rounds, {torch.get_num_threads()} threads, kernels {kernels()}"
-        )
+        sizes = f"n = {n}, {TEXTS} texts, {options.rounds or count} rounds, {torch.get_num_threads()} threads"
+        print(f"all-MiniLM-L6-v2, {sizes}, kernels {kernels()}")
         for row in rows:
             line = f"  {row['what']:62s} {row['seconds']:8.2f} s ± {row['spread']:.2f}   {row['ratio']:7.2f} × forward"
             print(line, flush=True)

@@ -224,7 +224,7 @@ def entropy(x: HeadSums) -> Tensor:
 for _name, _q in (("min", 0.0), ("q10", 0.1), ("median", 0.5), ("q90", 0.9)):
     _definition = f"quantile {_q:g} of H_i over i: {_q:.0%} of the queries are sharper."
     register_measure(of=HeadSums, name=f"entropy_{_name}", definition=_definition, unit="nats")(
-        lambda x, q=_q: x.sorted_entropy[:, (x.m - 1) // 2 if q == 0.5 else round(q * (x.m - 1))]
+        lambda x, q=_q: x.ranked_entropy((x.m - 1) // 2 if q == 0.5 else round(q * (x.m - 1)))
     )
 
 
