@@ -4,14 +4,16 @@
 
 Measured: forward and backward of attention with 4 heads of width 64 in float32, one thread a process, gloo.
     seconds   median of the wall-clock times, the slowest rank of each; ratio to one process
+    busy      median of the processor times, the busiest rank of each: what falls with more cores than this machine has
     memory    peak resident memory of a rank above what it held before the step, its slices of q, k and v
     bytes     received by a rank in one forward pass, counted at the collectives; `formula` is what `traffic` says
 
 This machine's cores bound what can be seen: with more processes than cores, time does not fall, memory and bytes do.
 
-The model: seconds(P, N) = multiply-adds(N) / P * seconds for one + messages * latency + bytes / bandwidth.
-Seconds for a multiply-add are those measured for each operator on one process; latency and bandwidth are measured here
-for its validation against the measured times, and stated for the projection to other clusters.
+The model: seconds(P, N) = multiply-adds(N) / P * seconds for one + bytes / bandwidth + messages * latency.
+Seconds for a multiply-add are those measured for each operator on one process.  `model` is what the first two terms
+say, with the bandwidth measured here, over the measured processor time: below 1 the model is too optimistic.  The
+projection to other clusters has a stated bandwidth and latency, and a core like this machine's for each rank.
 """
 
 from __future__ import annotations
@@ -112,22 +114,22 @@ def measure(rank: int, size: int, meeting: str, out: str, repeats: int, shrink: 
         before = peak()
         step()
         memory = peak() - before
-        seconds = [math.nan]
-        for repeat in range(repeats):
-            seconds = seconds if repeat else []
+        times = []
+        for _ in range(max(1, repeats)):
             dist.barrier()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             step()
-            slowest = torch.tensor(time.perf_counter() - start)
+            slowest = torch.tensor([time.perf_counter() - start, time.process_time() - used]).double()
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            seconds.append(slowest.item())
+            times.append(slowest.tolist())
+        seconds, busy = zip(*times, strict=True)
         with CountedTraffic() as count, torch.no_grad():
             sharded(q, k, **masks)(v)
         most = torch.tensor([memory, count.bytes(torch.float32)]).double()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         memory, received = most.tolist()
         found[name] = {"n": n, "seconds": statistics.median(seconds), "spread": max(seconds) - min(seconds)}
-        found[name] |= {"memory": memory, "received": received}
+        found[name] |= {"busy": statistics.median(busy), "memory": memory, "received": received}
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -176,12 +178,15 @@ def messages(name: str, ranks: int) -> int:
     return ranks - 1 if "ring" in name else 3 * max(1, math.ceil(math.log2(ranks)))
 
 
-def predicted(name: str, n: int, ranks: int, rate: float, link: dict[str, float], cores: float = math.inf) -> float:
-    """Seconds of forward and backward: three times the bytes and messages of a forward pass."""
-    compute = work(name, n) * rate / min(ranks, cores)
-    if ranks == 1:
-        return compute
-    return compute + 3 * (messages(name, ranks) * link["latency"] + formula(name, n, ranks) / link["bandwidth"])
+def processor_seconds(name: str, n: int, ranks: int, rate: float, bandwidth: float) -> float:
+    """Of one rank, forward and backward: its share of the multiply-adds, and three times the bytes of a forward."""
+    received = 3 * formula(name, n, ranks) if ranks > 1 else 0.0
+    return work(name, n) * rate / ranks + received / bandwidth
+
+
+def predicted(name: str, n: int, ranks: int, rate: float) -> float:
+    """Seconds with the stated bandwidth and latency, and a core for each rank."""
+    return processor_seconds(name, n, ranks, rate, BANDWIDTH) + 3 * messages(name, ranks) * LATENCY
 
 
 def run(repeats: int, shrink: int) -> dict[int, dict[str, Any]]:
@@ -208,20 +213,22 @@ def _spawned(size: int, repeats: int, shrink: int) -> dict[str, Any]:
 def show(found: dict[int, dict[str, Any]], repeats: int) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     print(f"\n{HEADS} heads of width {WIDTH}, float32, forward and backward, median of {repeats}; {cores} cores\n")
-    print(
-        f"{'':24}{'n':>7}{'P':>4}{'seconds':>10}{'spread':>9}{'ratio':>7}{'model':>7}{'MB peak':>9}{'ratio':>7}", end=""
-    )
-    print(f"{'kB received':>13}{'formula':>10}")
+    columns = ("n", 7), ("P", 3), ("seconds", 9), ("spread", 8), ("ratio", 6), ("busy", 9), ("ratio", 6), ("model", 6)
+    columns += ("MB peak", 9), ("ratio", 6), ("kB received", 13), ("formula", 9)
+    print(f"{'':24}" + "".join(f"{name:>{width}}" for name, width in columns))
     for name in CASES:
         one = found[1][name]
-        rate = one["seconds"] / work(name, one["n"])
+        rate = one["busy"] / work(name, one["n"])
         for size, results in found.items():
             x = results[name]
-            model = predicted(name, x["n"], size, rate, results["link"], cores) / x["seconds"]
+            model = processor_seconds(name, x["n"], size, rate, results["link"]["bandwidth"]) / x["busy"]
             said = formula(name, x["n"], size) if size > 1 else 0.0
-            print(f"{name:24}{x['n']:7}{size:4}{x['seconds']:10.4f}{x['spread']:9.4f}", end="")
-            print(f"{x['seconds'] / one['seconds']:7.2f}{model:7.2f}{x['memory'] / 1e6:9.1f}", end="")
-            print(f"{x['memory'] / max(1, one['memory']):7.2f}{x['received'] / 1e3:13.1f}{said / 1e3:10.1f}")
+            ratios = [x[key] / max(1e-9, one[key]) for key in ("seconds", "busy", "memory")]
+            print(
+                f"{name:24}{x['n']:7}{size:3}{x['seconds']:9.4f}{x['spread']:8.4f}{ratios[0]:6.2f}{model:6.2f}", end=""
+            )
+            print(f"{x['busy']:9.4f}{ratios[1]:6.2f}{x['memory'] / 1e6:9.1f}{ratios[2]:6.2f}", end="")
+            print(f"{x['received'] / 1e3:13.1f}{said / 1e3:9.1f}")
     for size, results in list(found.items())[1:]:
         link = results["link"]
         print(
@@ -232,16 +239,15 @@ def show(found: dict[int, dict[str, Any]], repeats: int) -> None:
     print("seconds of forward and backward, and the share of them that is communication\n")
     sizes = [(n, ranks) for n in (10**6, 10**7) for ranks in (8, 64, 1024)]
     print(f"{'':24}" + "".join(f"{f'{n // 10**6}M, {ranks}':>18}" for n, ranks in sizes))
-    link = {"latency": LATENCY, "bandwidth": BANDWIDTH}
     for name in CASES:
         one = found[1][name]
-        rate = one["seconds"] / work(name, one["n"])
+        rate = one["busy"] / work(name, one["n"])
         cells = []
         for n, ranks in sizes:
             if "heads" in name and HEADS % ranks:
                 cells.append("too few heads")
                 continue
-            total = predicted(name, n, ranks, rate, link)
+            total = predicted(name, n, ranks, rate)
             share = 1 - work(name, n) * rate / ranks / total
             cells.append(f"{total:.3g} s {share:4.0%}")
         print(f"{name:24}" + "".join(f"{cell:>18}" for cell in cells))
