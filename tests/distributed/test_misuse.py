@@ -93,6 +93,27 @@ def test_torch_distributed_must_be_initialised() -> None:
         sequence_parallel(softmax)
 
 
+def in_a_group() -> float:
+    """Attention in a group of two of the ranks, and after the group has gone."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = groups[dist.get_rank() // 2]
+    torch.manual_seed(0)
+    q = torch.randn(2, 6, 4)
+    held = Slices.even(6, 2)
+    part = held.cut(q, dist.get_rank(own))
+    build = sequence_parallel(softmax, own)
+    difference = (build(part, part)(part) - held.cut(softmax(q, q)(q), dist.get_rank(own))).abs().amax()
+    dist.destroy_process_group(own)
+    del own, groups
+    with pytest.raises(InputError, match="was destroyed"):
+        build(part, part)(part)
+    return difference.item()
+
+
+def test_a_group_of_some_ranks(four: Pool) -> None:
+    assert max(four.run(in_a_group)) < 1e-6
+
+
 def test_slices_are_checked() -> None:
     with pytest.raises(ShapeError, match="one length for each rank"):
         Slices(())

@@ -11,7 +11,9 @@ a rank happens not to need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -29,11 +31,14 @@ class LostRankError(HeadwiseError):
 @final
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The processes that share a sequence, and which of them this one is."""
+    """The processes that share a sequence, and which of them this one is.
 
-    group: dist.ProcessGroup
+    The group is not kept alive: one that outlives `destroy_process_group` aborts the process when it ends.
+    """
+
     rank: int
     size: int
+    reference: weakref.ref[dist.ProcessGroup] | None = None  # None: all processes
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
@@ -43,21 +48,34 @@ class Ranks:
                 "sequence_parallel: torch.distributed is not initialised; start the program with torchrun and call "
                 "torch.distributed.init_process_group first"
             )
-        if group is None:
-            group = dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
             raise InputError("sequence_parallel: group must be a ProcessGroup that this process belongs to")
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+        reference = None if group is None else weakref.ref(group)
+        return cls(dist.get_rank(group), dist.get_world_size(group), reference)
 
-    def call(self, collective: Callable[..., Any], *args: Any, **options: Any) -> None:
-        """Run one collective; a failure becomes one sentence."""
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None for all processes."""
+        group = None if self.reference is None else self.reference()
+        if not dist.is_initialized() or (self.reference is not None and group is None):
+            raise InputError("sequence_parallel: its process group was destroyed; make another builder for a new one")
+        return group
+
+    def call(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run one collective (with async_op=True, start it and return its work); a failure becomes one sentence."""
+        with self.saying(collective.__name__):
+            return collective(*args, group=self.group, **options)
+
+    @contextlib.contextmanager
+    def saying(self, name: str) -> Iterator[None]:
+        """Around what may fail because of another rank: an error becomes a LostRankError that names the collective."""
         try:
-            collective(*args, group=self.group, **options)
+            yield
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise LostRankError(
-                f"rank {self.rank} of {self.size}: {collective.__name__} failed, most likely because another rank has "
-                f"ended or hangs (see the output of the other ranks), then start all ranks again; torch says: {reason}"
+                f"rank {self.rank} of {self.size}: {name} failed, most likely because another rank has ended or hangs "
+                f"(see the output of the other ranks), then start all ranks again; torch says: {reason}"
             ) from error
 
 

@@ -93,7 +93,7 @@ def _running_means(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, before:
     if len(before):
         lse, means = before[..., 0], before[..., 1:]
         share = torch.softmax(lse, dim=0).unsqueeze(-1)
-        running = _scores(k, scale, mask, compute)[..., :-1, :].logcumsumexp(-2)
+        running = _running_lse(_scores(k, scale, mask, compute)[..., :-1, :])
         own = features * torch.sigmoid(running - lse.logsumexp(0).unsqueeze(-2))
         carried = (features - own) @ (share * means).sum(0)
     size = blocks.keys.shape[-2]
@@ -125,29 +125,26 @@ def _(operator: Uniform, call: Call, v: Tensor) -> Tensor:
 
 def _averaged(q: Tensor, k: Tensor, v: Tensor, causal: bool, call: Call) -> Tensor:
     """sum_j M_ij q_i . k_j v_j / C_i, from sums of k_j v_j^T over the ranks, or over the segments before."""
-    n, positions = call.keys.n, call.queries.positions(call.rank).to(v.device)
-    if call.key_mask is None:
-        counts = (positions + 1 if causal else torch.full_like(positions, n)).unsqueeze(-1)
     if not causal:
-        state = summed(k.mT @ v, call.ranks)
-        if call.key_mask is not None:
-            visible = call.key_mask.sum(-1, keepdim=True).to(v.dtype)
-            counts = summed(visible, call.ranks).unsqueeze(-1).clamp(min=1)
-        return (q @ state) / counts.to(v.dtype)
-    split = (call.keys.split(x, call.rank) for x in (q, k, v))
-    parts = list(zip(*split, strict=True))
+        sums = q @ summed(k.mT @ v, call.ranks)
+        if call.key_mask is None:
+            return sums / call.keys.n
+        return sums / summed(call.key_mask.sum(-1).to(v.dtype), call.ranks).clamp(min=1)[..., None, None]
+    parts = list(zip(*(call.keys.split(x, call.rank) for x in (q, k, v)), strict=True))
     states = gathered(torch.stack([keys.mT @ x for _, keys, x in parts]), call.ranks).flatten(0, 1)
     earlier = [index.to(v.device) for index in _earlier(call.keys, call.rank)]
     out = []
     for (rows, keys, x), index in zip(parts, earlier, strict=True):
         inside = DotProduct.triangle(rows, keys, x) if x.shape[-2] else x
         out.append(inside + rows @ states[index].sum(0))
-    if call.key_mask is not None:
+    if call.key_mask is None:
+        counts = call.keys.positions(call.rank).to(v.device) + 1
+    else:
         masks = call.keys.split(call.key_mask, call.rank, dim=-1)
-        totals = gathered(torch.stack([mask.sum(-1) for mask in masks]), call.ranks).flatten(0, 1)
-        running = [mask.cumsum(-1) + totals[index].sum(0).unsqueeze(-1) for mask, index in zip(masks, earlier, strict=True)]
-        counts = torch.cat(running, dim=-1).unsqueeze(-1).clamp(min=1)
-    return tied(torch.cat(out, dim=-2), states) / counts.to(v.dtype)
+        totals = gathered(torch.stack([mask.sum(-1, keepdim=True) for mask in masks]), call.ranks).flatten(0, 1)
+        running = [mask.cumsum(-1) + totals[i].sum(0) for mask, i in zip(masks, earlier, strict=True)]
+        counts = torch.cat(running, dim=-1).clamp(min=1)
+    return tied(torch.cat(out, dim=-2), states) / counts.to(v.dtype).unsqueeze(-1)
 
 
 def _scores(k: Tensor, scale: float, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -157,6 +154,13 @@ def _scores(k: Tensor, scale: float, key_mask: Tensor | None, dtype: torch.dtype
         scores = scores.masked_fill(~key_mask.unsqueeze(-1), limits.HIDDEN)
     nothing = scores.new_full((*scores.shape[:-2], 1, scores.shape[-1]), limits.HIDDEN)
     return torch.cat([scores, nothing], dim=-2)
+
+
+def _running_lse(scores: Tensor) -> Tensor:
+    """log sum over j <= i of exp(scores_j), in float64 relative to the largest: a third of logcumsumexp's time."""
+    top = scores.detach().amax(-2, keepdim=True)
+    sums = (scores.double() - top).exp().cumsum(-2)
+    return (sums.clamp(min=torch.finfo(torch.float64).tiny).log() + top).to(scores.dtype)
 
 
 def _with_ones(v: Tensor) -> Tensor:
