@@ -7,6 +7,7 @@ aligned to the bottom right (the last query attends to the last key): M_ij = 0 f
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,6 +121,37 @@ class Mask:
                 f"Mask: attention_mask must be (b, n) or (b, h, m, n), but has shape {tuple(attention_mask.shape)}"
             )
         return _recognised(attention_mask, m, n, causal)
+
+    @classmethod
+    def from_multihead(
+        cls, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool, m: int, n: int, heads: int
+    ) -> Mask:
+        """The masks of a call of nn.MultiheadAttention: boolean ones are True where a key is ignored, others are added.
+
+        key_padding_mask (b, n); attn_mask (m, n) or (b h, m, n); the Mask has batch axes (b, h).  As in torch,
+        `is_causal` is a hint about attn_mask, which is relied on only where values cannot be read.
+        """
+        mask = cls(m, n)
+        if attn_mask is not None and is_causal and m == n and torch.compiler.is_compiling():
+            mask = cls(m, n, causal=True)
+        elif attn_mask is not None:
+            pairs = attn_mask.unflatten(0, (-1, heads)) if attn_mask.dim() == 3 else attn_mask[None, None]
+            mask = _recognised(~pairs if pairs.dtype == torch.bool else pairs, m, n, False)
+        if key_padding_mask is None:
+            return mask
+        keys = key_padding_mask.unsqueeze(-2)  # (b, 1, n)
+        if keys.dtype == torch.bool:
+            visible, bias = _none_if_all(~keys), None
+        elif torch.compiler.is_compiling():  # torch writes boolean padding in this form
+            visible, bias = keys > torch.finfo(keys.dtype).min / 2, None
+            torch._assert_async(((keys == 0) | ~visible).all(), "a floating key_padding_mask must be 0 or -inf")
+        else:
+            visible, bias = _split(keys)
+            visible = None if visible is None else _none_if_all(visible)
+        if bias is not None:
+            bias = bias.unsqueeze(-2)
+            mask = mask.with_bias(bias if mask.attn_bias is None else mask.attn_bias + bias)
+        return mask if visible is None else replace(mask, key_mask=_both(mask.key_mask, visible))
 
     def settled(self, owner: str) -> Mask:
         """The same mask with a finite attn_bias, and with every key that no query attends to in key_mask.
@@ -375,8 +407,8 @@ def _split(attn_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(boolean mask, additive bias) of an attn_mask; either may be None, and the bias is None if it only masks."""
     if attn_mask.dtype == torch.bool:
         return attn_mask, None
-    if torch.compiler.is_compiling():
-        return None, attn_mask
+    if torch.compiler.is_compiling() or (attn_mask.requires_grad and torch.is_grad_enabled()):
+        return None, attn_mask  # learned numbers are no mask, even where all of them are zero
     # masks hold the most negative number of their dtype as often as -inf
     visible = attn_mask > torch.finfo(attn_mask.dtype).min / 2
     if bool(((attn_mask == 0) | ~visible).all()):
@@ -431,12 +463,44 @@ def supports(
                     raise UnsupportedError(f"{name}: does not support {kind.value}; use {alternative(kind)}")
             return build(*args, **kwargs)
 
-        checked.__dict__["supports"] = frozenset(kinds) | ({CAUSAL} if always_causal else frozenset())
+        declared = frozenset(kinds) | ({CAUSAL} if always_causal else frozenset())
+        checked.__dict__["supports"] = declared
+        checked.__dict__["instead"] = {kind: alternative(kind) for kind in MaskKind if kind not in declared}
         return checked
 
     return decorate
 
 
 def supported(build: Callable[..., Any]) -> frozenset[MaskKind]:
-    """The kinds of mask that a builder declared with `supports`."""
-    return getattr(build, "supports", frozenset())
+    """The kinds of mask that a builder, or the one in a functools.partial, declared with `supports`."""
+    return getattr(_declared(build), "supports", frozenset())
+
+
+def support_table(builders: Sequence[Callable[..., Any]]) -> str:
+    """A row for each builder and a column for each kind of mask: yes, or what to use instead; in Markdown."""
+    rows = [("builder", *(f"`{kind.value}`" for kind in MaskKind)), ("---",) * (1 + len(MaskKind))]
+    for build in builders:
+        instead = getattr(build, "instead", {})
+        rows.append((f"`{build.__name__}`", *(instead.get(kind, "yes") for kind in MaskKind)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def check_accepts(owner: str, build: Callable[..., Any], masks: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError if a builder that declares nothing has no argument for one of these masks."""
+    if not masks or torch.compiler.is_compiling() or hasattr(_declared(build), "supports"):
+        return  # builders that declare what they support raise themselves
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    for name in masks.keys() - {parameter.name for parameter in parameters}:
+        operator = getattr(_declared(build), "__name__", type(build).__name__)
+        raise UnsupportedError(f"{owner}: {operator} has no argument {name}, so it cannot be masked; use softmax")
+
+
+def _declared(build: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(build, functools.partial):
+        build = build.func
+    return build
