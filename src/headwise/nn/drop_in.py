@@ -174,7 +174,7 @@ class DropIn(TorchSignature):
             raise InputError(f"DropIn: layer must be a MultiHead, but is {shown(layer)}")
         batch_first = layer.source_batch_first if batch_first is None else batch_first
         truth_values("DropIn", batch_first=batch_first)
-        self.layer, self.batch_first = layer, batch_first
+        self.layer, self.batch_first, self.training = layer, batch_first, layer.training
         self.num_heads, self.embed_dim = layer.heads, layer.width
         self.kdim, self.vdim = layer.context_widths
 

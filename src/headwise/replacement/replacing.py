@@ -14,6 +14,7 @@ import headwise.operators
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.intercept import uncompiled
 from headwise.replacement.install import in_place, transformers_models
+from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.operator_heads import Builder, OperatorHeads
 from headwise.replacement.kinds import KINDS, Choice
 from headwise.shapes import shown
@@ -47,13 +48,19 @@ def replace(model: nn.Module, operator: Operator | Mapping[str | int, Operator],
     if not isinstance(model, nn.Module):
         raise InputError(f"replace: model must be an nn.Module, but is {shown(model)}")
     model = uncompiled(model)
+    for name, module in model.named_modules():
+        if hasattr(module, interface.NAME):
+            raise UnsupportedError(
+                f"replace: the attention of {name or type(model).__name__} was replaced already; undo that first, or "
+                "give all layers in one call"
+            )
     sites = in_place.attention_sites(model)
     chosen = _by_site(list(sites), operator, options)
     receipt = Replacement(model, {}, tuple(sites))
     try:
         for name, choice in chosen.items():
             heads = OperatorHeads(f"{type(model).__name__}.{name}" if name else type(model).__name__, choice)
-            receipt._undo.append(in_place.install(name, sites[name], heads))
+            receipt._undo.append(in_place.install(sites[name], heads))
             receipt.sites[name] = str(heads)
         _enable(model, {id(sites[name]) for name in chosen}, receipt._undo)
     except BaseException:

@@ -55,10 +55,8 @@ def is_multihead(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
 
 
-def install(name: str, module: nn.Module, heads: OperatorHeads) -> Callable[[], None]:
+def install(module: nn.Module, heads: OperatorHeads) -> Callable[[], None]:
     """Put `heads` into `module`; returns the function that takes them out again."""
-    if hasattr(module, interface.NAME):
-        raise UnsupportedError(f"{heads.where}: its attention was replaced already; undo that first")
     if "forward" in vars(module):
         raise UnsupportedError(
             f"{heads.where}: the forward of this {type(module).__name__} was replaced by another function, so what it "
@@ -72,6 +70,8 @@ def install(name: str, module: nn.Module, heads: OperatorHeads) -> Callable[[], 
         after = before
     else:
         after = _subclass(before, _Scope)
+    like = next(module.parameters(), None)
+    heads = heads if like is None else heads.to(like.device, like.dtype)
     module.add_module(interface.NAME, heads.train(module.training))
     module.__class__ = after
 

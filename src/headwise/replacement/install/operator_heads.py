@@ -40,6 +40,7 @@ class OperatorHeads(nn.Module):
     def __init__(self, where: str, choice: Choice | Builder) -> None:
         super().__init__()
         self.where, self.choice = where, choice
+        self.options = dict(choice.options) if isinstance(choice, Choice) else {}  # torch.compile knows dicts
         self.from_first_key = not isinstance(choice, Choice) or choice.definition.from_first_key
 
     def forward(
@@ -94,12 +95,15 @@ class OperatorHeads(nn.Module):
             if getattr(inputs.mask, kind.value) is not None:
                 raise UnsupportedError(
                     f"{self.where}: {self.choice} does not support {kind.value} (m = {inputs.m}, n = {inputs.n}), a "
-                    "mask that is neither padding nor causal; use softmax here"
+                    "mask that is neither padding nor causal (or not known to be, in a program that is traced: pass a "
+                    "mask (b, n), or is_causal=True); use softmax here"
                 )
         h, (n, width) = inputs.q.shape[1], inputs.k.shape[-2:]
-        initial = self.choice.initial(n, width)
-        tensors = {name: x.to(inputs.q.device).expand(h, *x.shape) for name, x in initial.items()}
-        return self.choice.operator(inputs, tensors)
+        kind = self.choice.definition
+        initial = kind.initial(self.options, n, width)
+        tensors = {name: x.to(inputs.q).expand(h, *x.shape) for name, x in initial.items()}
+        self.choice.check_inputs(inputs)
+        return kind.build(inputs, self.options, tensors)
 
     def _padding_before(self, mask: Mask) -> Tensor | None:
         """(b, 1), number of padding keys before the first real one; None if there are none or it does not matter."""
