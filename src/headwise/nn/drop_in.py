@@ -222,6 +222,8 @@ def stock_state_dict(model: nn.Module) -> dict[str, Tensor]:
     >>> stock.load_state_dict(stock_state_dict(ours))
     <All keys matched successfully>
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"stock_state_dict: model must be an nn.Module, but is {shown(model)}")
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         if not isinstance(module, DropIn):
