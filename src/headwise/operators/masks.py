@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwise.errors import DtypeError, ShapeError, UnsupportedError
 from headwise.operators._kernels import limits
-from headwise.shapes import are_tensors, broadcasts_to, finite_or_minus_infinity, read, truth_values
+from headwise.shapes import are_tensors, broadcasts_to, finite_or_minus_infinity, read, symbolic, truth_values
 
 
 @final
@@ -435,11 +435,15 @@ R = TypeVar("R")
 
 
 def supports(
-    *kinds: MaskKind, instead: str | Mapping[MaskKind, str] = "softmax", always_causal: bool = False
+    *kinds: MaskKind,
+    instead: str | Mapping[MaskKind, str] = "softmax",
+    always_causal: bool = False,
+    one_length: str | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a builder with the kinds of mask it takes; another kind raises UnsupportedError naming `instead`.
 
     `always_causal` builders have no argument `causal`: True is accepted, an explicit False raises.
+    `one_length` says why a builder cannot be exported by torch.export with a symbolic length.
     """
 
     def alternative(kind: MaskKind) -> str:
@@ -452,6 +456,8 @@ def supports(
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             if kwargs.get(CAUSAL.value) is not None:  # builders read it before the mask is checked
                 truth_values(name, causal=kwargs[CAUSAL.value])
+            if one_length is not None and any(isinstance(x, Tensor) and symbolic(*x.shape[-2:-1]) for x in args):
+                raise not_exported(name, one_length)
             for kind in MaskKind:
                 if kind in kinds or kind.value not in kwargs:
                     continue
@@ -465,10 +471,19 @@ def supports(
 
         declared = frozenset(kinds) | ({CAUSAL} if always_causal else frozenset())
         checked.__dict__["supports"] = declared
+        checked.__dict__["one_length"] = one_length
         checked.__dict__["instead"] = {kind: alternative(kind) for kind in MaskKind if kind not in declared}
         return checked
 
     return decorate
+
+
+def not_exported(name: str, why: str) -> UnsupportedError:
+    """The error for an export with a symbolic length that the operator `name` cannot have."""
+    return UnsupportedError(
+        f"{name}: {why}, so it cannot be exported with a symbolic length; export it for one length, or use softmax, "
+        "window or efficient"
+    )
 
 
 def supported(build: Callable[..., Any]) -> frozenset[MaskKind]:

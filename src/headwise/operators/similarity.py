@@ -129,7 +129,13 @@ class Similarity(AttentionOperator):
         return f.to(dtype)
 
 
-@supports(CAUSAL, KEY_MASK, PAIR_MASK, instead={ATTN_BIAS: "an f that includes it"})
+@supports(
+    CAUSAL,
+    KEY_MASK,
+    PAIR_MASK,
+    instead={ATTN_BIAS: "an f that includes it"},
+    one_length="its rows are divided for one length",
+)
 def similarity(
     q: Tensor,
     k: Tensor,

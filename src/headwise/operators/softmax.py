@@ -9,6 +9,7 @@ from functools import partial
 from typing import final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
@@ -19,6 +20,7 @@ from headwise.operators._kernels.scores import Scores, attend, attend_with_lse, 
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, supports
+from headwise.shapes import symbolic
 
 
 @final
@@ -38,6 +40,10 @@ class Softmax(AttentionOperator):
         return weights_claim(stochastic=not mask.has_empty_rows(), causal=mask.causal)
 
     def apply(self, v: Tensor) -> Tensor:
+        if symbolic(*self.shape[-2:]):  # one call: rows cannot be divided into a number of parts that is not known
+            s = self.scores
+            masks = s.mask.sdpa_arguments(s.q.dtype, s.q.device)
+            return F.scaled_dot_product_attention(s.q, s.k, s.mask.hide(v), scale=s.scale, **masks)
         return attend(self.scores, v)
 
     def adjoint(self, u: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def factored(
     return Factored(qk, shorten("Factored", qk, e, f))
 
 
-@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "factored"})
+@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "factored"}, one_length="its blocks are cut for one length")
 def factored_blocks(
     q: Tensor,
     k: Tensor,

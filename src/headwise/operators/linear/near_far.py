@@ -307,7 +307,7 @@ def near_far_pattern(block: int, leading: int, rank: int, causal: bool) -> KeyPa
     return KeyPattern(block, 0 if causal else block, leading, block, features=rank)
 
 
-@supports(CAUSAL, KEY_MASK)
+@supports(CAUSAL, KEY_MASK, one_length="its blocks are cut for one length")
 def near_far(
     q: Tensor,
     k: Tensor,

@@ -100,7 +100,11 @@ class Nystrom(QueryKeyOperator):
         return z
 
 
-@supports(KEY_MASK, instead={CAUSAL: "window_low_rank_blocks or projected_blocks, with means as slots, or efficient"})
+@supports(
+    KEY_MASK,
+    instead={CAUSAL: "window_low_rank_blocks or projected_blocks, with means as slots, or efficient"},
+    one_length="its segments are cut for one length",
+)
 def nystrom(
     q: Tensor,
     k: Tensor,

@@ -115,7 +115,7 @@ def projected(
     return Projected(qk, shorten("Projected", qk, e, f))
 
 
-@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "projected"})
+@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "projected"}, one_length="its blocks are cut for one length")
 def projected_blocks(
     q: Tensor,
     k: Tensor,

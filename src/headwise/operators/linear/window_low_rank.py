@@ -147,7 +147,11 @@ def _joined(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (first, second)], dim=-2)
 
 
-@supports(KEY_MASK, instead={CAUSAL: "window_low_rank_blocks, which has slots of earlier blocks only"})
+@supports(
+    KEY_MASK,
+    instead={CAUSAL: "window_low_rank_blocks, which has slots of earlier blocks only"},
+    one_length="its blocks are cut for one length",
+)
 def window_low_rank(
     q: Tensor,
     k: Tensor,
@@ -175,7 +179,9 @@ def window_low_rank(
     return _checked(WindowLowRank(qk, short, slot_bias, width, leading))
 
 
-@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "window_low_rank"})
+@supports(
+    KEY_MASK, always_causal=True, instead={CAUSAL: "window_low_rank"}, one_length="its blocks are cut for one length"
+)
 def window_low_rank_blocks(
     q: Tensor,
     k: Tensor,

@@ -205,7 +205,7 @@ def toeplitz(weights: Tensor, m: int, n: int) -> Toeplitz:
     return Toeplitz(weights, m, n)
 
 
-@supports(CAUSAL, KEY_MASK)
+@supports(CAUSAL, KEY_MASK, one_length="its transforms are of one length")
 def toeplitz_softmax(
     logits: Tensor, m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None
 ) -> ToeplitzSoftmax:

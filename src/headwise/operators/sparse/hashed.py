@@ -109,7 +109,7 @@ class Hashed(QueryKeyOperator):
         return x.masked_fill(~nonempty.unsqueeze(-1), 0)
 
 
-@supports(CAUSAL, KEY_MASK)
+@supports(CAUSAL, KEY_MASK, one_length="its chunks are cut for one length")
 def hashed(
     q: Tensor,
     k: Tensor | None = None,
