@@ -178,7 +178,7 @@ def read(x: Tensor) -> float | None:
         return None
 
 
-def symbolic(*sizes: int) -> bool:
+def symbolic(*sizes: object) -> bool:
     """Whether one of the sizes is a symbol: torch.export traces a program for all lengths, so none may be branched on.
 
     torch.compile has symbols too, but guards what was branched on, and compiles again for other lengths.

@@ -15,18 +15,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import headwise.operators
 from headwise.errors import DtypeError, ShapeError, UnsupportedError
-from headwise.operators.masks import (
+from headwise.operators.mask_support import (
     ATTN_BIAS,
     CAUSAL,
     KEY_MASK,
     PAIR_MASK,
-    Mask,
     MaskKind,
     check_accepts,
     support_table,
     supported,
     supports,
 )
+from headwise.operators.masks import Mask
 
 KEYS = torch.tensor([[True, True, False, True, False], [False, True, True, True, True]])  # (2, 5)
 PAIRS = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)) > 0.3  # (2, 3, 4, 5)

@@ -16,6 +16,7 @@ import contextlib
 import math
 import sys
 import threading
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -182,9 +183,9 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         self.latest: tuple[tuple, dict] = (), {}  # arguments of the latest attention call
 
+    @abstractmethod
     def attend(self, function: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
         """The output of one call function(*args, **kwargs) of scaled_dot_product_attention."""
-        raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Called by torch instead of `func`; what is called in here does not come back to this mode."""

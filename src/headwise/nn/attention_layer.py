@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.nn.ragged_heads import HeadLayout, head_slices, head_widths
 from headwise.operators.base import AttentionOperator
-from headwise.operators.masks import Mask, check_accepts
+from headwise.operators.mask_support import check_accepts
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.shapes import (
     are_tensors,

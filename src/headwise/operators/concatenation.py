@@ -24,7 +24,8 @@ from headwise.operators._kernels import limits
 from headwise.operators._kernels.prefix_sums import blocked
 from headwise.operators._kernels.row_chunks import AveragedOperator
 from headwise.operators.claims import Claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, not_exported, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, PAIR_MASK, not_exported, supports
+from headwise.operators.masks import Mask
 from headwise.operators.similarity import Embedding, embed
 from headwise.shapes import all_finite, autocasting, broadcast_batch, no_empty_axis, same_kind, symbolic
 

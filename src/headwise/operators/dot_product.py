@@ -19,7 +19,8 @@ from headwise.operators._kernels import limits
 from headwise.operators._kernels.prefix_sums import blocked
 from headwise.operators._kernels.row_chunks import AveragedOperator
 from headwise.operators.claims import Claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, PAIR_MASK, supports
+from headwise.operators.masks import Mask
 from headwise.operators.similarity import Embedding, embed
 from headwise.shapes import broadcast_batch, no_empty_axis, products_fit, same_axis, same_kind, symbolic
 

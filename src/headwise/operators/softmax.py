@@ -19,7 +19,7 @@ from headwise.operators._kernels.row_chunks import adjoint_rows
 from headwise.operators._kernels.scores import Scores, attend, attend_with_lse, keeps_digits, row_maxima, weights
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, supports
+from headwise.operators.mask_support import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, supports
 from headwise.shapes import symbolic
 
 

@@ -33,7 +33,7 @@ from headwise.operators._kernels.prefix_sums import (
 )
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, not_exported, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, not_exported, supports
 from headwise.shapes import filled, symbolic
 
 

@@ -26,7 +26,7 @@ from headwise.operators._kernels.key_patterns import KeyPattern, two_batch_axes
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
 from headwise.shapes import (
     all_finite,
     broadcast_batch,

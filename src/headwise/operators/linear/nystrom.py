@@ -26,7 +26,8 @@ from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperat
 from headwise.operators._kernels.scores import Scores
 from headwise.operators._kernels.slots import Shortened
 from headwise.operators.linear.projections import pooling
-from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import Softmax
 from headwise.shapes import whole_numbers
 

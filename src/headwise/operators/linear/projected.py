@@ -27,7 +27,8 @@ from headwise.operators._kernels.scores import Scores
 from headwise.operators._kernels.slots import BlockSlotOperator, Shortened, SlotOperator, shorten, shorten_blocks
 from headwise.operators._kernels.sparse_blocks import Piece, Union
 from headwise.operators.linear.projections import Projection
-from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.fixed import own_blocks, summary_pieces
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.operators.masks import not_exported
+from headwise.operators.mask_support import not_exported
 from headwise.shapes import filled, is_generator, same_kind, symbolic, whole_numbers
 
 

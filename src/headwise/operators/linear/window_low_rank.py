@@ -27,7 +27,7 @@ from headwise.operators._kernels.slots import BlockSlotOperator, Shortened, Slot
 from headwise.operators._kernels.sparse_blocks import Piece, Union
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.linear.projections import Projection
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
 from headwise.operators.sparse.fixed import summary_pieces
 from headwise.operators.sparse.window import Window, window, window_pieces
 from headwise.shapes import all_finite, broadcasts_to, same_kind, whole_numbers

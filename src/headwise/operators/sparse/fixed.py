@@ -20,7 +20,7 @@ from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.compose import Product, product
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
 from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.strided import near_root
 from headwise.operators.sparse.window import under_mask
@@ -96,7 +96,7 @@ def _pieces_across(n: int, block: int, summaries: int, causal: bool, device: tor
 
 def own_blocks(n: int, block: int, causal: bool) -> list[Piece]:
     """Every block of queries against the same block of keys."""
-    whole, rest = divmod(n, block)
+    whole, rest = n // block, n % block  # divmod does not know symbols
     tiles = [Tiles(0, whole, block, block)] if whole else []
     tiles += [Tiles(whole * block, 1, 0, rest)] if rest else []
     return [Piece(part, part, first=True, causal=causal) for part in tiles]
@@ -110,7 +110,7 @@ def summary_pieces(
     The queries at the same place of every block are one batch, so the mask is one entry a pair of blocks.
     Summaries are the last keys of a block, or, with `keys`, `summaries` in a row for each block from key `keys` on.
     """
-    whole, rest = divmod(n, block)
+    whole, rest = n // block, n % block  # divmod does not know symbols
     first_key, jump = (block - summaries, block) if keys is None else (keys, summaries)
     pieces = []
     for place, count, rows in ((0, rest, whole + 1), (rest, block - rest, whole)):

@@ -23,7 +23,7 @@ from headwise.operators._kernels import autograd_functions, limits
 from headwise.operators._kernels.hash_rounds import Rounds, in_groups
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
 from headwise.shapes import all_finite, autocasting, filled, is_generator, same_axis, same_kind, whole_numbers
 
 

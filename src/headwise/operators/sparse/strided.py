@@ -20,7 +20,7 @@ from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.compose import Product, product
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
 from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.window import band, under_mask, window
 from headwise.shapes import symbolic, whole_numbers
@@ -86,7 +86,7 @@ def _pieces(n: int, stride: int, causal: bool, device: torch.device) -> list[Pie
 
 def columns(n: int, stride: int, causal: bool) -> list[Piece]:
     """Every stride-th position: columns that are one block longer than the others are a batch of their own."""
-    rows, longer = divmod(n, stride)
+    rows, longer = n // stride, n % stride  # divmod does not know symbols
     pieces = []
     for first, count, length in ((0, longer, rows + 1), (longer, stride - longer, rows)):
         if count and length:

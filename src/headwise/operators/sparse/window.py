@@ -18,7 +18,7 @@ from headwise.operators._kernels.key_patterns import KeyPattern
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
-from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, PAIR_MASK, supports
 from headwise.operators.softmax import Softmax, softmax
 from headwise.shapes import symbolic, whole_numbers
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from headwise.errors import UnsupportedError
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.base import AttentionOperator
-from headwise.operators.masks import ATTN_BIAS, PAIR_MASK, Mask, check_accepts
+from headwise.operators.mask_support import ATTN_BIAS, PAIR_MASK, check_accepts
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.replacement.install.mixed_heads import along, padding_last
 from headwise.replacement.kinds import Choice, HeadInputs
