@@ -221,6 +221,7 @@ def test_a_replaced_encoder_is_exported(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_replaced_encoder_in_onnxruntime(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
@@ -238,6 +239,7 @@ def test_a_replaced_encoder_in_onnxruntime(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own
 def test_a_replaced_encoder_as_an_aotinductor_package(tmp_path: Path) -> None:
     import shutil
 
