@@ -327,7 +327,8 @@ def multihead_masks(low: float | None, *, causal: bool, padding: str) -> tuple[T
     future = torch.ones(5, 5, dtype=torch.bool).triu(1) if causal else None
     if low is None:
         return ignored, future
-    return tuple(None if x is None else torch.zeros(x.shape).masked_fill(x, low) for x in (ignored, future))
+    first, second = (None if x is None else torch.zeros(x.shape).masked_fill(x, low) for x in (ignored, future))
+    return first, second
 
 
 @pytest.mark.parametrize("low", [None, -math.inf, torch.finfo(torch.float32).min])
@@ -341,7 +342,9 @@ def test_masks_of_multihead_attention_are_recognised_in_every_form(
     assert set(mask.arguments()) == {*(["causal"] if causal else []), *(["key_mask"] if padding != "none" else [])}
     if mask.key_mask is not None:
         assert mask.key_mask.shape == (2, 1, 5)
-        assert torch.equal(mask.key_mask[:, 0], ~multihead_masks(None, causal=False, padding=padding)[0])
+        ignored = multihead_masks(None, causal=False, padding=padding)[0]
+        assert ignored is not None
+        assert torch.equal(mask.key_mask[:, 0], ~ignored)
 
 
 def test_masks_of_multihead_attention_that_weigh_or_differ_are_kept() -> None:

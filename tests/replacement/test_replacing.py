@@ -462,12 +462,13 @@ def test_generation_with_a_cache_is_that_without() -> None:
 
 def test_weights_on_request() -> None:
     model, _, x = made("BERT")
+    keep = torch.arange(N) >= (N - LENGTHS)[:, None]
     with headwise.replace(model, "window", width=3), torch.no_grad():
-        weights = model(inputs_embeds=x, attention_mask=(~padding("left")).long(), output_attentions=True).attentions
+        weights = model(inputs_embeds=x, attention_mask=keep.long(), output_attentions=True).attentions
     assert len(weights) == 2
     pairs = (torch.arange(N)[:, None] - torch.arange(N)).abs() <= 1
-    visible = pairs & ~padding("left")[:, None]
-    real = (~padding("left"))[:, None, :, None]
+    visible = pairs & keep[:, None]
+    real = keep[:, None, :, None]
     for each in weights:
         assert each.shape == (B, H, N, N)
         assert (each[real.expand_as(each) & ~visible[:, None].expand_as(each)] == 0).all()

@@ -142,7 +142,9 @@ class Mask:
             visible, bias = _none_if_all(~keys), None
         elif torch.compiler.is_compiling():  # torch writes boolean padding in this form
             visible, bias = keys > torch.finfo(keys.dtype).min / 2, None
-            torch._assert_async(((keys == 0) | ~visible).all(), "a floating key_padding_mask must be 0 or -inf")
+            torch.ops.aten._assert_async.msg(
+                ((keys == 0) | ~visible).all(), "a floating key_padding_mask must be 0 or -inf"
+            )
         else:
             visible, bias = _split(keys)
             visible = None if visible is None else _none_if_all(visible)

@@ -149,7 +149,8 @@ def _by_site(sites: list[str], operator: Any, options: dict[str, Any]) -> dict[s
     return chosen
 
 
-def _operator(operator: Any, options: dict[str, Any]) -> Choice | Builder:
+def _operator(operator: Any, options: Mapping[str, Any]) -> Any:
+    """A Choice or a builder."""
     if isinstance(operator, str):
         return named_operator(operator, options)
     if options:

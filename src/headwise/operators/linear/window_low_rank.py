@@ -28,6 +28,7 @@ from headwise.operators._kernels.sparse_blocks import Piece, Union
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.linear.projections import Projection
 from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
+from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.fixed import summary_pieces
 from headwise.operators.sparse.window import Window, window, window_pieces
 from headwise.shapes import all_finite, broadcasts_to, same_kind, whole_numbers
@@ -63,7 +64,7 @@ class WindowLowRank(SlotOperator):
         shortening = Cost(self.short.multiply_adds(d, copies, adjoint=adjoint), copies * self.short.e.slots * d)
         return shortening + (inner.adjoint_cost(d) if adjoint else inner.cost(d))
 
-    def _inner(self) -> Window:
+    def _inner(self) -> Window | Softmax:
         """W (*batch, m, r + n): one more column of q and k adds the bias to a slot's scores and nothing to a key's."""
         r, scale = self.short.e.slots, self.qk.scale
         keys = _joined(_with_bias(self.short.keys(), self.slot_bias, scale), F.pad(self.qk.k, (0, 1)))
@@ -147,11 +148,7 @@ def _joined(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (first, second)], dim=-2)
 
 
-@supports(
-    KEY_MASK,
-    instead={CAUSAL: "window_low_rank_blocks, which has slots of earlier blocks only"},
-    one_length="its blocks are cut for one length",
-)
+@supports(KEY_MASK, instead={CAUSAL: "window_low_rank_blocks, which has slots of earlier blocks only"})
 def window_low_rank(
     q: Tensor,
     k: Tensor,

@@ -150,7 +150,7 @@ def _subclass(base: type, part: type) -> type:
 
 
 def _blank(base: type, part: type) -> Any:
-    cls = _subclass(base, part)
+    cls: Any = _subclass(base, part)
     return cls.__new__(cls)
 
 
