@@ -43,10 +43,8 @@ class Softmax(AttentionOperator):
         if symbolic(*self.shape[-2:]):  # one call: rows cannot be divided into a number of parts that is not known
             s = self.scores
             masks = s.mask.sdpa_arguments(s.q.dtype, s.q.device)
-            out, empty = (
-                F.scaled_dot_product_attention(s.q, s.k, s.mask.hide(v), scale=s.scale, **masks),
-                s.empty_rows(),
-            )
+            out = F.scaled_dot_product_attention(s.q, s.k, s.mask.hide(v), scale=s.scale, **masks)
+            empty = s.empty_rows()
             return out if empty is None else out.masked_fill(empty.unsqueeze(-1), 0)  # other runtimes give means or NaN
         return attend(self.scores, v)
 
