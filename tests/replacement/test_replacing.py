@@ -290,10 +290,8 @@ def test_layers_by_name_and_by_number() -> None:
         assert (call(model, x, "none") - both).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "Llama"])  # which is always causal
 def test_an_operator_with_parameters_is_trained_and_saved(name: str) -> None:
-    if name == "Llama":
-        pytest.skip("always causal")
     model, call, x = made(name)
     count = len(list(model.parameters()))
     build = LearnedProjection(headwise.projected, length=N, rank=4)

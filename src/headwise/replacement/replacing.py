@@ -132,7 +132,7 @@ BUILDERS = ("dot_product", "embedded_gaussian", "fixed_steps", "gaussian", "stri
 
 def _by_site(sites: list[str], operator: Any, options: dict[str, Any]) -> dict[str, Choice | Builder]:
     if not isinstance(operator, Mapping):
-        choice = _operator(operator, options)
+        choice: Choice | Builder = _operator(operator, options)
         return dict.fromkeys(sites, choice)
     if options:
         raise InputError(f"replace: options ({', '.join(options)}) belong to the operator of each layer; use Choice")
@@ -145,7 +145,8 @@ def _by_site(sites: list[str], operator: Any, options: dict[str, Any]) -> dict[s
         if not found:
             shown_sites = ", ".join(map(repr, sites[:8])) + (" …" if len(sites) > 8 else "")
             raise InputError(f"replace: no attention at {layer!r}; the {len(sites)} attention layers are {shown_sites}")
-        chosen |= dict.fromkeys(found, _operator(each, {}))
+        choice = _operator(each, {})
+        chosen |= dict.fromkeys(found, choice)
     return chosen
 
 
