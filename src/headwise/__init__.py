@@ -1,6 +1,6 @@
 """See what every attention head of a PyTorch model does, find out which could be cheaper, and replace them.
 
-The verbs are `examine`, `verify`, `plan`, `rewrite`, `convert` and `Grower`.  Underneath, attention is a row-stochastic
+The verbs are `examine`, `verify`, `plan`, `rewrite`, `replace`, `convert` and `Grower`.  Attention is a row-stochastic
 linear operator P, and every form of it is a value that is applied, measured and exchanged.
 
 Names are resolved on first use (PEP 562), so `import headwise` and `headwise --help` do not load torch.  It also lets
@@ -50,7 +50,7 @@ _NAMES = {
     "headwise.ledger": ["Ledger", "ModelAudit", "verify"],
     "headwise.models": ["Receipt"],
     "headwise.nn": ["GridAttention", "LearnedQuery", "MultiHead"],
-    "headwise.replacement": ["Plan", "plan", "rewrite"],
+    "headwise.replacement": ["Plan", "plan", "replace", "rewrite"],
     "headwise.testing": ["assert_operator"],
     "headwise.theory": ["check_equivariance", "check_invariance"],
 }
@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from headwise.operators import window as window
     from headwise.replacement import Plan as Plan
     from headwise.replacement import plan as plan
+    from headwise.replacement import replace as replace
     from headwise.replacement import rewrite as rewrite
     from headwise.testing import assert_operator as assert_operator
     from headwise.theory import check_equivariance as check_equivariance

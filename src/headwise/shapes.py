@@ -23,10 +23,11 @@ MOST = 2**31 - 1
 
 def same_axis(owner: str, axis: str, **sizes: int) -> int:
     """The common size of `axis`, or a ShapeError that names every size."""
-    if len(set(sizes.values())) > 1:
+    first, *others = sizes.values()
+    if any(size != first for size in others):  # sizes may be symbols, which have no hash
         given = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ShapeError(f"{owner}: axis {axis!r} must agree, but {given}")
-    return next(iter(sizes.values()))
+    return first
 
 
 def whole_numbers(owner: str, *, least: int = 1, most: int = MOST, **sizes: object) -> None:
@@ -175,6 +176,14 @@ def read(x: Tensor) -> float | None:
         return x.item()
     except RuntimeError:  # vmap and functorch wrappers refuse .item()
         return None
+
+
+def symbolic(*sizes: object) -> bool:
+    """Whether one of the sizes is a symbol: torch.export traces a program for all lengths, so none may be branched on.
+
+    torch.compile has symbols too, but guards what was branched on, and compiles again for other lengths.
+    """
+    return not torch.compiler.is_dynamo_compiling() and any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def autocasting(device: torch.device) -> bool:

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+import headwise
 from headwise.cli.main import main
+from headwise.cli.rewrite_command import OPERATOR_OPTIONS
+from headwise.errors import InputError
 from headwise.models.fingerprint import weights_hash
-from headwise.replacement import Choice, Plan, load
+from headwise.replacement import KINDS, Choice, Plan, load
 from tests.models.tiny_models import ALL
 from tests.replacement.plans import describe
 
@@ -188,7 +191,7 @@ def test_a_rewritten_model_is_neither_rewritten_again_nor_examined(
 def test_plan_and_output_are_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rewrite", "pool"]) == 2
     error = capsys.readouterr().err
-    assert "the following arguments are required: --plan" in error
+    assert "the following arguments are required: -o/--out" in error
 
 
 @pytest.fixture
@@ -242,3 +245,80 @@ def test_stock(decoder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, str(path / "none")]) == 2
     assert "--stock needs one operator for all heads of a layer" in capsys.readouterr().err
     assert not (path / "none").exists()
+
+
+# ---- one operator for all heads ----
+
+
+def encoder_with_batches() -> tuple[nn.Module, list]:
+    return encoder(), [torch.randn(1, 12, 16)]
+
+
+def test_one_operator_for_all_heads(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, batch, source, _ = bert
+    command = ["rewrite", str(source), "--all", "window", "--width", "5", "--leading", "1", "--json", "--no-trial"]
+    assert main([*command, "-o", str(tmp_path / "new")]) == 0
+    receipt = json.loads(capsys.readouterr().out)
+    assert [part["notes"] for part in receipt["parts"]] == [["4 window width=5 leading=1"]] * 2
+    new = load(tmp_path / "new")
+    with torch.no_grad(), headwise.replace(model, "window", width=5, leading=1):
+        torch.testing.assert_close(new(**batch)[0], model(**batch)[0])
+
+
+def test_learned_tensors_of_all_heads_are_initial_and_saved(
+    bert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, batch, source, _ = bert
+    command = ["rewrite", str(source), "--all", "projected", "--rank", "4", "--length", "30", "--no-trial"]
+    assert main([*command, "-o", str(tmp_path / "new")]) == 0
+    assert "learned tensors have their initial values" in " ".join(capsys.readouterr().out.split())
+    assert torch.isfinite(load(tmp_path / "new")(**batch)[0]).all()
+    assert Plan.load(tmp_path / "new").length == 30
+
+
+def test_all_heads_of_a_factory_with_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = f"python:{__name__}:encoder_with_batches"
+    assert main(["rewrite", source, "--all", "efficient", "-o", str(tmp_path / "new")]) == 0
+    new, x = load(tmp_path / "new", model=encoder()), torch.randn(2, 9, 16)
+    assert not torch.allclose(new(x), encoder().eval()(x))
+    capsys.readouterr()
+    assert main(["rewrite", f"python:{__name__}:encoder", "--all", "efficient", "-o", str(tmp_path / "other")]) == 2
+    assert (
+        "an input is needed to find its attention; pass probe=, or return (model, batches)" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--all", "wndow"], "unknown operator 'wndow'"),
+        (["--all", "gaussian"], "cannot be saved with a model; the operators that can are softmax, uniform"),
+        (["--all", "toeplitz"], "toeplitz is fitted to recorded attention"),
+        (["--all", "window", "--rank", "3"], "window: unknown option 'rank'; its options are width, leading"),
+        (["--all", "window", "--width", "2.5"], "width must be a whole number, but is 2.5"),
+        (["--all", "window", "--plan", "x"], "not allowed with argument"),
+        (["--plan", "x", "--width", "3"], "--width is an option of the operator of --all"),
+        (["--all", "window", "--tolerance", "0.1"], "--tolerance chooses a point of a plan's trade-off curve"),
+        ([], "one of the arguments --plan --all is required"),
+    ],
+)
+def test_wrong_options_of_all(bert, tmp_path: Path, capsys: pytest.CaptureFixture[str], options, message: str) -> None:
+    assert main(["rewrite", str(bert[2]), *options, "-o", str(tmp_path / "new")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_option_of_an_operator_is_one_of_the_command() -> None:
+    named = {option for kind in KINDS.values() if kind.start is None for option in kind.options}
+    assert set(OPERATOR_OPTIONS) == named
+
+
+def test_a_choice_in_place_of_a_plan_and_nothing_else(bert) -> None:
+    model, batch, _, _ = bert
+    new, receipt = headwise.rewrite(model, Choice("window", {"width": 3}))
+    assert [part.notes[0] for part in receipt.parts] == ["4 window width=3 leading=0"] * 2
+    with torch.no_grad(), headwise.replace(model, "window", width=3):
+        torch.testing.assert_close(new(**batch)[0], model(**batch)[0])
+    with pytest.raises(InputError, match=r"plan must be a Plan, or a Choice for all heads, but is 'window'; for buil"):
+        headwise.rewrite(model, "window")  # type: ignore[arg-type]

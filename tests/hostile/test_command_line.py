@@ -231,6 +231,7 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
         "headwise.replacement.plan": results["plan"],
         "headwise.replacement.rewrite": (nn.Identity(), receipt),
         "headwise.replacement.install.saved.save": None,
+        "headwise.replacement.planning.uniform_plan.uniform_plan": results["plan"],
         "headwise.replacement.install.stock_models.stock_model": nn.Identity(),
         "headwise.replacement.trials.trial": Trial("prose", 12, "cosine", 0.1, 0.1, None, (0.1, 0.1), None),
         "headwise.replacement.model_comparison.compare_models": difference,

@@ -27,7 +27,7 @@ from headwise import linalg, operators
 from headwise import nn as layers
 from headwise.errors import HeadwiseError
 from headwise.linalg import norms
-from headwise.nn import ConvolutionGeometry, MultiHead, Recurrent
+from headwise.nn import ConvolutionGeometry, DropIn, MultiHead, Recurrent
 from headwise.operators import AttentionOperator, projected, projected_blocks, shift, softmax, uniform, window
 from headwise.operators.linear import projections
 from headwise.operators.relative import encodings, quadratic
@@ -197,6 +197,7 @@ SPECIAL: dict[tuple[str, str], list[Any]] = {
     ("MultiHead", "value_width"): [None, 4, (2, 3)],
     ("MultiHead", "context_width"): [None, 8, (8, 4)],
     ("DropIn", "layer"): [MultiHead(8, 2)],
+    ("stock_state_dict", "model"): [DropIn(MultiHead(8, 2)), MultiHead(8, 2)],
     ("singular_values", "block"): [2, 64],
     ("singular_vectors", "block"): [2, 64],
     ("eigenvalues", "block"): [2, 16],

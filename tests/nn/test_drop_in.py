@@ -185,11 +185,6 @@ def test_mode_dtype_and_frozen_weights_are_kept_and_nothing_is_shared() -> None:
             UnsupportedError,
             "one more column",
         ),
-        (
-            lambda: MultiHead.from_torch(nn.MultiheadAttention(E, H, dropout=0.2)),
-            UnsupportedError,
-            r"dropout 0.2.*eval",
-        ),
         (lambda: MultiHead(E, H, key_width=(2, 4, 6)).to_torch(), UnsupportedError, r"axis 'k' has widths \(2, 4, 6\)"),
         (lambda: MultiHead(E, H, value_width=5).to_torch(), UnsupportedError, r"'d' has widths \(5, 5, 5\)"),
         (lambda: MultiHead(E, H, out_width=5).to_torch(), UnsupportedError, "here they are 5 and 12"),

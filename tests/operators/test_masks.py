@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import headwise.operators
 from headwise.errors import DtypeError, ShapeError, UnsupportedError
-from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, Mask, MaskKind, supported, supports
+from headwise.operators.mask_support import (
+    ATTN_BIAS,
+    CAUSAL,
+    KEY_MASK,
+    PAIR_MASK,
+    MaskKind,
+    check_accepts,
+    support_table,
+    supported,
+    supports,
+)
+from headwise.operators.masks import Mask
 
 KEYS = torch.tensor([[True, True, False, True, False], [False, True, True, True, True]])  # (2, 5)
 PAIRS = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)) > 0.3  # (2, 3, 4, 5)
@@ -281,3 +294,100 @@ def test_attended_keys_are_those_of_any_query_and_head() -> None:
     pairs = torch.zeros(2, 3, 4, dtype=torch.bool)  # two heads
     pairs[0, 0, 1] = pairs[1, 2, 3] = True
     assert Mask(3, 4, pair_mask=pairs).attended_keys().tolist() == [False, True, False, True]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "operators.md"
+START, END = "<!-- masks of every builder: python -m tests.operators.test_masks -->", "<!-- end of masks -->"
+
+
+def table() -> str:
+    return support_table([getattr(headwise.operators, name) for name in sorted(BUILDERS)])
+
+
+def test_the_documentation_has_the_masks_of_every_builder() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.partition(START)[2].partition(END)[0].strip() == table()
+
+
+def test_the_table_says_yes_or_what_to_use() -> None:
+    rows = support_table([padded, blocks]).splitlines()
+    assert rows[2] == "| `padded` | softmax | yes | softmax, or a window per head | softmax |"
+    assert rows[3] == "| `blocks` | yes | yes | softmax | softmax |"
+    assert supported(partial(padded, key_mask=KEYS)) == {KEY_MASK}
+
+
+# ---- the masks of nn.MultiheadAttention: True = ignore, or added to the scores ----
+
+
+def multihead_masks(low: float | None, *, causal: bool, padding: str) -> tuple[Tensor | None, Tensor | None]:
+    """key_padding_mask (2, 5) and attn_mask (5, 5) in torch's forms: boolean, or additive with `low` where ignored."""
+    ignored = {"none": None, "left": torch.arange(5) < torch.tensor([[2], [0]])}.get(
+        padding, torch.arange(5) >= torch.tensor([[3], [5]])
+    )
+    future = torch.ones(5, 5, dtype=torch.bool).triu(1) if causal else None
+    if low is None:
+        return ignored, future
+    first, second = (None if x is None else torch.zeros(x.shape).masked_fill(x, low) for x in (ignored, future))
+    return first, second
+
+
+@pytest.mark.parametrize("low", [None, -math.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_masks_of_multihead_attention_are_recognised_in_every_form(
+    low: float | None, causal: bool, padding: str
+) -> None:
+    key_padding_mask, attn_mask = multihead_masks(low, causal=causal, padding=padding)
+    mask = Mask.from_multihead(key_padding_mask, attn_mask, causal, 5, 5, 3)
+    assert set(mask.arguments()) == {*(["causal"] if causal else []), *(["key_mask"] if padding != "none" else [])}
+    if mask.key_mask is not None:
+        assert mask.key_mask.shape == (2, 1, 5)
+        ignored = multihead_masks(None, causal=False, padding=padding)[0]
+        assert ignored is not None
+        assert torch.equal(mask.key_mask[:, 0], ~ignored)
+
+
+def test_masks_of_multihead_attention_that_weigh_or_differ_are_kept() -> None:
+    bias = torch.randn(6, 4, 5)  # two sequences, three heads
+    mask = Mask.from_multihead(None, bias, False, 4, 5, 3)
+    assert torch.equal(mask.attn_bias, bias.unflatten(0, (2, 3)))
+    both = Mask.from_multihead(torch.ones(2, 5), bias, False, 4, 5, 3)
+    assert torch.equal(both.attn_bias, bias.unflatten(0, (2, 3)) + 1)
+    assert torch.equal(Mask.from_multihead(None, bias > 0, False, 4, 5, 3).pair_mask, ~(bias > 0).unflatten(0, (2, 3)))
+    hint = Mask.from_multihead(None, bias[0] > 0, True, 4, 5, 3)  # a wrong hint
+    assert torch.equal(hint.pair_mask, ~(bias[0] > 0)[None, None])
+
+
+def test_a_learned_bias_stays_one_even_where_it_is_zero() -> None:
+    bias = torch.zeros(4, 4, requires_grad=True)
+    assert Mask.from_sdpa(bias, False, 4, 4).attn_bias is not None
+    assert Mask.from_multihead(None, bias, False, 4, 4, 2).attn_bias is not None
+    with torch.no_grad():
+        assert Mask.from_sdpa(bias, False, 4, 4).arguments() == {}
+
+
+def test_traced_padding_of_zeros_and_infinities_is_checked_when_it_runs() -> None:
+    def keys(padding: Tensor) -> Tensor:
+        found = Mask.from_multihead(padding, None, False, 4, 4, 1)
+        assert found.key_mask is not None
+        return found.key_mask
+
+    compiled = torch.compile(keys, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.tensor([[0.0, 0.0, -math.inf, 0.0]])).tolist() == [[[True, True, False, True]]]
+    with pytest.raises(RuntimeError, match="a floating key_padding_mask must be 0 or -inf"):
+        compiled(torch.tensor([[0.0, 1.0, -math.inf, 0.0]]))
+
+
+def test_a_builder_without_an_argument_for_a_mask_is_refused() -> None:
+    def plain(q: Tensor, k: Tensor) -> None: ...
+
+    with pytest.raises(UnsupportedError, match="Layer: plain has no argument key_mask, so it cannot be masked; use"):
+        check_accepts("Layer", partial(plain), {"key_mask": KEYS})
+    check_accepts("Layer", plain, {})
+    check_accepts("Layer", lambda q, k, **masks: None, {"key_mask": KEYS})
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = page.partition(START)[0], page.partition(END)[2]
+    PAGE.write_text(f"{before}{START}\n\n{table()}\n\n{END}{after}", encoding="utf-8")

@@ -64,7 +64,12 @@ def test_costs_are_those_of_one_head(kind: str) -> None:
     choice = Choice(kind)
     short, long = (choice.cost(n, 64, False).multiply_adds for n in (512, 4096))
     assert long <= SOFTMAX.cost(4096, 64, False).multiply_adds
-    if kind not in ("softmax", "offset"):
+    if kind not in (
+        "softmax",
+        "offset",
+        "strided",
+        "fixed",
+    ):  # the last two are linear in n sqrt(n) for sizes near sqrt(n)
         assert 0 < short < long < 16 * short  # not quadratic
 
 

@@ -1,4 +1,4 @@
-"""`headwise rewrite MODEL --plan PLAN -o DIR`: replace attention heads as a plan says, and print a receipt."""
+"""`headwise rewrite MODEL --plan PLAN -o DIR`, or `--all NAME`: replace attention heads, and print a receipt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.cli.options import Parser, add_force, add_json, add_model, add_output, file_path, is_quiet, load, number
+from headwise.cli.options import (
+    Parser,
+    add_force,
+    add_json,
+    add_model,
+    add_output,
+    file_path,
+    is_quiet,
+    load,
+    nonempty,
+    number,
+    whole_number,
+)
 from headwise.errors import check_extra
 
 if TYPE_CHECKING:
@@ -17,22 +29,39 @@ if TYPE_CHECKING:
 
     from headwise.models.load import LoadedModel
     from headwise.models.receipt import Receipt
-    from headwise.replacement import Plan
+    from headwise.replacement import Choice, Plan
 
 TOKENS = 8192
 """Of which there is a kind of text for each planned length, or one text if it is longer."""
+
+LONGEST_TRIAL = 2048
+"""Tokens of a text on which models are compared, if there is no plan that asks for longer ones."""
+
+LARGEST = 1 << 20
+OPERATOR_OPTIONS = (
+    *("width", "leading", "stride", "block", "summaries", "sharpness"),
+    *("rounds", "chunk", "landmarks", "rank", "by"),
+)
+"""Options of operators, by which `--all` is set."""
 
 
 def run(argv: list[str]) -> int:
     parser = Parser(
         prog="headwise rewrite",
-        usage="headwise rewrite [MODEL] --plan PLAN -o DIR [--tolerance T] [--stock] [--no-trial] [--force] [--json]",
-        description="Replace the attention heads of a model by the operators of a plan.",
+        usage="headwise rewrite [MODEL] (--plan PLAN | --all OPERATOR [--width N …]) -o DIR [--tolerance T] [--stock] "
+        "[--no-trial] [--force] [--json]",
+        description="Replace the attention heads of a model by the operators of a plan, or all by one operator.",
         epilog="DIR is loaded by AutoModel once headwise is imported, or by headwise.replacement.load(DIR); a python: "
         "model by load(DIR, model=factory()).  With --stock nothing of headwise is needed.",
     )
     add_model(parser)
-    parser.add_argument("--plan", required=True, type=file_path, metavar="PLAN", help="plan.json or its directory")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--plan", type=file_path, metavar="PLAN", help="plan.json or its directory")
+    source.add_argument("--all", type=nonempty, metavar="OPERATOR", help="one operator for all heads, such as window")
+    group = parser.add_argument_group("options of the operator of --all, and the most keys it is for")
+    for name in OPERATOR_OPTIONS:
+        group.add_argument(f"--{name}", type=number(-LARGEST), metavar="N")
+    group.add_argument("--length", type=whole_number(1, LARGEST), metavar="N")
     add_output(parser, required=True, help="a new directory for the rewritten model")
     parser.add_argument(
         "--tolerance", type=number(0), metavar="T", help="use another point of the plan's trade-off curve"
@@ -49,6 +78,11 @@ def run(argv: list[str]) -> int:
     add_force(parser)
     add_json(parser, "the receipt")
     options = parser.parse_args(argv)
+    given = [name for name in (*OPERATOR_OPTIONS, "length") if getattr(options, name) is not None]
+    if given and options.all is None:
+        parser.error(f"--{given[0]} is an option of the operator of --all")
+    if options.tolerance is not None and options.all is not None:
+        parser.error("--tolerance chooses a point of a plan's trade-off curve, and --all has none")
     check_extra("models", "a rewritten model", "safetensors")
     receipt = _rewrite(options)
     if options.json:
@@ -68,9 +102,11 @@ def _rewrite(options: argparse.Namespace) -> Receipt:
     from headwise.replacement.install.stock_models import stock_model
 
     with OutputDirectory(options.out, command="rewrite", force=options.force, exclusive=True) as out:
-        plan = Plan.load(options.plan)
-        plan = plan if options.tolerance is None else plan.at(options.tolerance)
+        plan = None if options.plan is None else Plan.load(options.plan)
+        plan = plan if plan is None or options.tolerance is None else plan.at(options.tolerance)
+        choice = None if plan is not None else _choice(options)
         loaded = load(options, with_head=True)
+        plan = _everywhere(loaded, choice, options) if plan is None else plan
         with bar("rewriting", None, quiet=is_quiet(options)):
             new, receipt = rewrite(loaded.model, plan)
             if options.stock:
@@ -83,6 +119,30 @@ def _rewrite(options: argparse.Namespace) -> Receipt:
         if not options.no_trial:
             receipt = _with_trials(receipt, plan, loaded, new, options)
     return receipt
+
+
+def _choice(options: argparse.Namespace) -> Choice:
+    """The operator of --all with its options."""
+    from headwise.errors import InputError
+    from headwise.replacement import KINDS, Choice
+    from headwise.replacement.replacing import named_operator
+
+    given = {name: getattr(options, name) for name in OPERATOR_OPTIONS if getattr(options, name) is not None}
+    choice = named_operator(options.all, given)
+    if not isinstance(choice, Choice):
+        known = ", ".join(name for name, kind in KINDS.items() if kind.start is None)
+        raise InputError(f"--all {options.all}: cannot be saved with a model; the operators that can are {known}")
+    return choice
+
+
+def _everywhere(loaded: LoadedModel, choice: Any, options: argparse.Namespace) -> Plan:
+    from headwise.cli.progress import bar
+    from headwise.models.factory import take_batches
+    from headwise.replacement.planning.uniform_plan import uniform_plan
+
+    with bar("finding the attention", None, quiet=is_quiet(options)):
+        batch = None if loaded.batches is None else take_batches(options.model, loaded.batches, 1)[0]
+        return uniform_plan(loaded.model, choice, batch=batch, length=options.length, name=options.model)
 
 
 def _with_trials(
@@ -117,7 +177,7 @@ def _texts(loaded: LoadedModel, plan: Plan) -> list[tuple[str, list[dict[str, An
     sources = calibration_texts()
     planned = {} if plan.point is None else plan.point.drift
     found = []
-    for n in plan.lengths:
+    for n in [n for n in plan.lengths if n <= LONGEST_TRIAL or n == plan.lengths[0] or plan.curve]:
         order = sorted(sources, key=lambda kind: -planned.get(kind, {}).get(n, 0.0))
         some = {kind: sources[kind] for kind in order[: max(1, TOKENS // n)]}
         found += list(texts_by_kind(loaded, some, [n], texts=1 if n > 1024 else 4).items())

@@ -45,7 +45,10 @@ def adopt(model: nn.Module) -> list[str]:
 
 def _adopted(module: nn.Module) -> nn.Module | None:
     if isinstance(module, nn.MultiheadAttention):
-        return DropIn(MultiHead.from_torch(module), batch_first=module.batch_first)
+        _check_dropout(module, module.dropout)
+        new = DropIn.from_torch(module)
+        new.layer.dropout = 0.0
+        return new
     inner = getattr(module, "self", None)
     if isinstance(inner, nn.Module) and type(inner).__name__.endswith("SelfAttention") and hasattr(module, "output"):
         parts = (getattr(inner, part, None) for part in ("query", "key", "value"))

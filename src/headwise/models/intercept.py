@@ -16,6 +16,7 @@ import contextlib
 import math
 import sys
 import threading
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -175,7 +176,43 @@ class Running(NamedTuple):
         return self.frame.f_locals["kwargs"]
 
 
-class _Interception(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
+    """A context that computes the attention calls of this thread by `attend`, which a subclass defines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: tuple[tuple, dict] = (), {}  # arguments of the latest attention call
+
+    @abstractmethod
+    def attend(self, function: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
+        """The output of one call function(*args, **kwargs) of scaled_dot_product_attention."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Called by torch instead of `func`; what is called in here does not come back to this mode."""
+        kwargs = kwargs or {}
+        if func in ATTENTION:
+            self.latest = args, kwargs
+            return self.attend(func, args, kwargs)
+        if func is MULTI_HEAD_ATTENTION or func is F.multi_head_attention_forward:
+            return self.multi_head_attention(args, kwargs)
+        return func(*args, **kwargs)
+
+    def multi_head_attention(self, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
+        """torch's own layer; where it is to return weights, it never calls the function for attention."""
+        # a copy of the function that does not ask for modes, so that its body can run inside this one
+        body = FunctionType(MULTI_HEAD_ATTENTION.__code__, {**vars(F), "has_torch_function": lambda tensors: False})
+        body.__kwdefaults__, body.__defaults__ = MULTI_HEAD_ATTENTION.__kwdefaults__, MULTI_HEAD_ATTENTION.__defaults__
+        with self:
+            out, _ = body(*args, **{**kwargs, "need_weights": False})
+        if not kwargs.get("need_weights", True):
+            return out, None
+        q, k, _, mask, scale = read_sdpa(*self.latest[0], **self.latest[1])
+        weights = Softmax(Scores(q, k, scale, mask)).dense().to(q.dtype)
+        weights = weights.mean(1) if kwargs.get("average_attn_weights", True) else weights
+        return out, weights.squeeze(0) if args[0].dim() == 2 else weights
+
+
+class _Interception(AttentionMode):
     """One open context: the names of the modules of its model, and what it has seen."""
 
     def __init__(self, model: nn.Module, see: Callable[[AttentionCall], None] | None, answer: Answer | None) -> None:
@@ -186,17 +223,10 @@ class _Interception(TorchFunctionMode):
         self.present_pass: FrameType | None = None
         self.provenance = None if see is None else Provenance()
         self.written_out = None if self.provenance is None else WrittenOut(self.provenance)
-        self.latest: tuple[tuple, dict] = (), {}  # arguments of the latest attention call
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Called by torch instead of `func`; what is called in here does not come back to this mode."""
         kwargs = kwargs or {}
-        if func in ATTENTION:
-            out = self._attend(func, args, kwargs)
-        elif func is MULTI_HEAD_ATTENTION or func is F.multi_head_attention_forward:
-            out = self._multi_head_attention(args, kwargs)
-        else:
-            out = func(*args, **kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)
         if self.provenance is not None and self.written_out is not None:
             self.provenance.note(args, kwargs, out)
             written = self.written_out.note(func, args, kwargs, out)
@@ -212,9 +242,7 @@ class _Interception(TorchFunctionMode):
             with torch.no_grad():
                 self.see(_written_call(calls, site, written, self.provenance))
 
-    def _attend(self, function: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
-        """The output of one attention call."""
-        self.latest = args, kwargs
+    def attend(self, function: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
         calls = running_calls(self.names, sys._getframe(1))
         if not calls:
             return function(*args, **kwargs)
@@ -223,20 +251,6 @@ class _Interception(TorchFunctionMode):
             with torch.no_grad():
                 self.see(_attention_call(calls, site, args, kwargs, self.provenance))
         return function(*args, **kwargs) if self.answer is None else self.answer(site, function, args, kwargs)
-
-    def _multi_head_attention(self, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
-        """torch's own layer; where it is to return weights, it never calls the function for attention."""
-        # a copy of the function that does not ask for modes, so that its body can run inside this one
-        body = FunctionType(MULTI_HEAD_ATTENTION.__code__, {**vars(F), "has_torch_function": lambda tensors: False})
-        body.__kwdefaults__, body.__defaults__ = MULTI_HEAD_ATTENTION.__kwdefaults__, MULTI_HEAD_ATTENTION.__defaults__
-        with self:
-            out, _ = body(*args, **{**kwargs, "need_weights": False})
-        if not kwargs.get("need_weights", True):
-            return out, None
-        q, k, _, mask, scale = read_sdpa(*self.latest[0], **self.latest[1])
-        weights = Softmax(Scores(q, k, scale, mask)).dense().to(q.dtype)
-        weights = weights.mean(1) if kwargs.get("average_attn_weights", True) else weights
-        return out, weights.squeeze(0) if args[0].dim() == 2 else weights
 
     def _site(self, calls: Sequence[Running]) -> str:
         """The name of the module that makes this call, with @i for its i-th use in one forward pass."""

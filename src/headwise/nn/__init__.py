@@ -2,7 +2,7 @@
 
 from headwise.nn.attention_layer import AttentionLayer, Builder
 from headwise.nn.builders import LearnedBlocks, LearnedConvolution, LearnedProjection, LearnedSimilarity
-from headwise.nn.drop_in import DropIn, masks_from_torch
+from headwise.nn.drop_in import DropIn, masks_from_torch, stock_state_dict
 from headwise.nn.embeddings import PatchEmbedding, frame_embedding
 from headwise.nn.encoder import Encoder
 from headwise.nn.grid import GridAttention
@@ -63,4 +63,5 @@ __all__ = [
     "impulse_",
     "masks_from_torch",
     "mimetic_",
+    "stock_state_dict",
 ]

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.nn.ragged_heads import HeadLayout, head_slices, head_widths
 from headwise.operators.base import AttentionOperator
+from headwise.operators.mask_support import check_accepts
 from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.shapes import (
@@ -54,6 +56,7 @@ class AttentionLayer(nn.Module, ABC):
         out_bias: bool | None = None,
         out_width: int | None = None,
         context_width: int | tuple[int, int] | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -67,6 +70,9 @@ class AttentionLayer(nn.Module, ABC):
         if len(whole_tuple(name, "context_width", self.context_widths)) != 2:
             raise ShapeError(f"{name}: context_width must be one width or (keys, values), but is {context_width}")
         truth_values(name, bias=bias, out_bias=bias if out_bias is None else out_bias)
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
+            raise InputError(f"{name}: dropout must be a number from 0 to 1, but is {shown(dropout)}")
+        self.dropout = float(dropout)
         self.key_heads = HeadLayout(head_widths(name, "k", heads, key_width, width))
         self.value_heads = HeadLayout(head_widths(name, "d", heads, value_width, width))
         if self.key_heads.ragged:
@@ -105,14 +111,27 @@ class AttentionLayer(nn.Module, ABC):
             scale = [math.sqrt(widest / width) for width in self.key_widths]
             q = q * torch.tensor(scale, dtype=q.dtype, device=q.device)[:, None, None]
         batch = broadcast_batch(type(self).__name__, queries=q.shape[:-3], keys=k.shape[:-3])
-        operator = self.build(q, k, **self._checked_masks((*batch, self.heads, q.shape[-2], k.shape[-2]), **masks))
+        masks = self._checked_masks((*batch, self.heads, q.shape[-2], k.shape[-2]), **masks)
+        check_accepts(type(self).__name__, self.build, masks)
+        operator = self.build(q, k, **masks)
         if not isinstance(operator, AttentionOperator):
             raise InputError(f"{type(self).__name__}: build must return an operator, but returns {shown(operator)}")
         return operator
 
-    def output(self, operator: AttentionOperator, context: Tensor) -> Tensor:
-        """concat_h(P_h V_h) W_o + b_o with values projected from `context`: the second half of `forward`."""
-        return self.out(self.value_heads.merge(operator(self.value_heads.split(self.value(context)))))
+    def output(self, operator: AttentionOperator, context: Tensor, weights: Tensor | None = None) -> Tensor:
+        """concat_h(P_h V_h) W_o + b_o with values projected from `context`: the second half of `forward`.
+
+        `weights` (*batch, h, m, n) stand in for P; in training with dropout they are `self.weights(operator)`.
+        """
+        values = self.value_heads.split(self.value(context))
+        if weights is None and self.training and self.dropout:
+            weights = self.weights(operator)
+        mixed = operator(values) if weights is None else weights.to(values.dtype) @ values
+        return self.out(self.value_heads.merge(mixed))
+
+    def weights(self, operator: AttentionOperator) -> Tensor:
+        """P as a tensor (*batch, h, m, n); in training, entries are dropped and the others divided by 1 - dropout."""
+        return F.dropout(operator.dense(), self.dropout, self.training)
 
     def _checked_masks(self, shape: tuple[int, ...], key_mask: Tensor | None, **masks: Any) -> dict[str, Any]:
         """The masks that are given, as keyword arguments of a builder whose P has this `shape` (*batch, h, m, n)."""

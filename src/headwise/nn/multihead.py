@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError, UnsupportedError
-from headwise.nn.attention_layer import AttentionLayer, Context, _linear
+from headwise.nn.attention_layer import AttentionLayer, Builder, Context, _linear
 from headwise.operators.base import AttentionOperator
 from headwise.operators.softmax import softmax
 from headwise.random_state import kept_random_state
+from headwise.shapes import shown
 
 
 @final
@@ -30,6 +31,7 @@ class MultiHead(AttentionLayer):
     `value_width`   d of every head, likewise
     `bias`          of queries, keys, values and output; `out_bias` overrides it for the output
     `context_width` width of the context; a pair if keys and values come from different tensors
+    `dropout`       probability with which each entry of P is dropped in training, which needs all m x n of them
 
     >>> import torch
     >>> layer = MultiHead(32, 4, key_width=(2, 8, 8, 4))
@@ -38,6 +40,7 @@ class MultiHead(AttentionLayer):
     """
 
     query: nn.Linear
+    source_batch_first = True  # of the nn.MultiheadAttention that this was made from; the layer itself is batch first
 
     def _make_queries(self, bias: bool) -> None:
         self.query = _linear(self.width, self.key_heads.total, bias)
@@ -95,33 +98,34 @@ class MultiHead(AttentionLayer):
 
     @classmethod
     @torch.enable_grad()  # parts of a packed weight are frozen only if it is
-    def from_torch(cls, module: nn.MultiheadAttention) -> MultiHead:
-        """The same function as `module` with copies of its weights; inputs and outputs are batch first.
+    def from_torch(cls, module: nn.MultiheadAttention, *, build: Builder = softmax) -> MultiHead:
+        """The same projections and dropout as `module`, copied, around the operator of `build`; batch first.
 
-        Dropout on P is not supported: P would not be a fixed operator.
+        With softmax it computes the same function.  `DropIn.from_torch` keeps the call signature too.
         """
-        if module.bias_k is not None or module.add_zero_attn:
-            raise UnsupportedError(
-                "MultiHead.from_torch: add_bias_kv and add_zero_attn append a key without a token, so P would have one "
-                "more column than the context has rows; append a learned row to the context instead"
-            )
-        if module.dropout > 0 and module.training:
-            raise UnsupportedError(
-                f"MultiHead.from_torch: dropout {module.dropout} on P makes a different operator in every call; "
-                "call .eval() or set dropout = 0 first"
-            )
-        packed, bias, out = module.in_proj_weight, module.in_proj_bias, module.out_proj
-        separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        weights = separate if packed is None else packed.chunk(3)
-        parts = zip((*weights, out.weight), (*((None,) * 3 if bias is None else bias.chunk(3)), out.bias), strict=True)
-        return multihead_from(list(parts), module.num_heads).train(module.training)
+        if not isinstance(module, nn.MultiheadAttention):
+            raise InputError(f"MultiHead.from_torch: module must be an nn.MultiheadAttention, but is {shown(module)}")
+        check_convertible("MultiHead.from_torch", module)
+        parts = zip(torch_weights(module), torch_biases(module), strict=True)
+        layer = multihead_from(list(parts), module.num_heads, build=build, dropout=module.dropout)
+        layer.source_batch_first = module.batch_first
+        return layer.train(module.training)
 
-    @torch.no_grad()
     def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
         """An nn.MultiheadAttention with copies of the weights; UnsupportedError if none computes the same function.
 
         Biases that this layer does not have are zero.
         """
+        if self.build is not softmax:
+            raise UnsupportedError(
+                "MultiHead.to_torch: nn.MultiheadAttention computes softmax attention only; wrap the layer in "
+                "headwise.nn.DropIn to use another operator in its place"
+            )
+        return self.torch_projections(batch_first=batch_first)
+
+    @torch.no_grad()
+    def torch_projections(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
+        """An nn.MultiheadAttention with copies of the weights, whatever the operator."""
         self._check_expressible_in_torch()
         weight = self.out.weight
         with kept_random_state():  # the initial weights are overwritten
@@ -131,6 +135,7 @@ class MultiHead(AttentionLayer):
                 bias=self.query.bias is not None or self.out.bias is not None,
                 kdim=self.context_widths[0],
                 vdim=self.context_widths[1],
+                dropout=self.dropout,
                 batch_first=batch_first,
                 device=weight.device,
                 dtype=weight.dtype,
@@ -153,11 +158,6 @@ class MultiHead(AttentionLayer):
 
     def _check_expressible_in_torch(self) -> None:
         share = self.width // self.heads
-        if self.build is not softmax:
-            raise UnsupportedError(
-                "MultiHead.to_torch: nn.MultiheadAttention computes softmax attention only; wrap the layer in "
-                "headwise.nn.DropIn to use another operator in its place"
-            )
         for axis, widths in {"k": self.key_widths, "d": self.value_widths}.items():
             if set(widths) != {share} or share * self.heads != self.width:
                 raise UnsupportedError(
@@ -169,6 +169,28 @@ class MultiHead(AttentionLayer):
                 f"MultiHead.to_torch: nn.MultiheadAttention has out_width = width, but here they are "
                 f"{self.out_width} and {self.width}; use headwise.nn.DropIn"
             )
+
+
+def check_convertible(owner: str, module: nn.MultiheadAttention) -> None:
+    """Raise UnsupportedError for an nn.MultiheadAttention whose P has a column without a token."""
+    if module.bias_k is not None or module.add_zero_attn:
+        raise UnsupportedError(
+            f"{owner}: add_bias_kv and add_zero_attn append a key without a token, so P would have one more column "
+            "than the context has rows; append a learned row to the context instead"
+        )
+
+
+def torch_weights(module: nn.MultiheadAttention) -> list[Tensor]:
+    """The weights of queries, keys, values and output."""
+    separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    packed = module.in_proj_weight
+    return [*(separate if packed is None else packed.chunk(3)), module.out_proj.weight]
+
+
+def torch_biases(module: nn.MultiheadAttention) -> list[Tensor | None]:
+    """The biases of queries, keys, values and output."""
+    bias = module.in_proj_bias
+    return [*((None,) * 3 if bias is None else bias.chunk(3)), module.out_proj.bias]
 
 
 def multihead_from(parts: Sequence[tuple[Tensor, Tensor | None]], heads: int, **options: Any) -> MultiHead:

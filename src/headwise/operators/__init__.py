@@ -7,7 +7,7 @@
     composed    add, product, scale, transpose, kronecker, per_head, low_rank
 
 Masks are keyword arguments (causal, key_mask, pair_mask, attn_bias); a builder raises UnsupportedError for those it
-does not support (`masks.supported(builder)` lists the others).
+does not support (`supported(builder)` lists the others).
 """
 
 from headwise.operators.base import AttentionOperator
@@ -22,7 +22,8 @@ from headwise.operators.linear.nystrom import nystrom
 from headwise.operators.linear.projected import projected, projected_blocks
 from headwise.operators.linear.window_low_rank import window_low_rank, window_low_rank_blocks
 from headwise.operators.low_rank import low_rank
-from headwise.operators.masks import Mask, MaskKind, supported, supports
+from headwise.operators.mask_support import MaskKind, supported, supports
+from headwise.operators.masks import Mask
 from headwise.operators.relative.offset import offset
 from headwise.operators.relative.positional import positional
 from headwise.operators.relative.quadratic import quadratic

@@ -91,6 +91,8 @@ class AttentionOperator(ABC):
         """A tensor with the dtype and device of P: the first floating tensor, operator or `q` of the fields."""
         if is_dataclass(self):
             for part in (getattr(self, field.name) for field in fields(self)):
+                if isinstance(part, int):  # also a symbol, of which torch.compile does not know the attributes
+                    continue
                 for x in part if isinstance(part, tuple) else (getattr(part, "q", part),):
                     if isinstance(x, AttentionOperator):
                         return x.like

@@ -24,9 +24,10 @@ from headwise.operators._kernels import limits
 from headwise.operators._kernels.prefix_sums import blocked
 from headwise.operators._kernels.row_chunks import AveragedOperator
 from headwise.operators.claims import Claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, PAIR_MASK, not_exported, supports
+from headwise.operators.masks import Mask
 from headwise.operators.similarity import Embedding, embed
-from headwise.shapes import all_finite, autocasting, broadcast_batch, no_empty_axis, same_kind
+from headwise.shapes import all_finite, autocasting, broadcast_batch, no_empty_axis, same_kind, symbolic
 
 
 @final
@@ -178,4 +179,6 @@ def concatenation(
     mask = mask.settled("Concatenation")
     k = mask.hide(k)
     all_finite("Concatenation", q=q, k=k, w=w)
+    if causal and symbolic(mask.n):
+        raise not_exported("concatenation, causal", "its blocks are cut for one length")
     return Concatenation(q, k, w, mask)

@@ -19,9 +19,10 @@ from headwise.operators._kernels import limits
 from headwise.operators._kernels.prefix_sums import blocked
 from headwise.operators._kernels.row_chunks import AveragedOperator
 from headwise.operators.claims import Claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, PAIR_MASK, supports
+from headwise.operators.masks import Mask
 from headwise.operators.similarity import Embedding, embed
-from headwise.shapes import broadcast_batch, no_empty_axis, products_fit, same_axis, same_kind
+from headwise.shapes import broadcast_batch, no_empty_axis, products_fit, same_axis, same_kind, symbolic
 
 
 @final
@@ -56,6 +57,8 @@ class DotProduct(AveragedOperator):
     def triangle(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
         """tril(Q K^T) V: inside a block as written, between blocks through the running sum of K^T V."""
         n = a.shape[-2]
+        if symbolic(n):
+            return (a @ b.mT).tril() @ v
         block, blocks = _blocks(n, a.shape[-1])
         q, k, v = (blocked(x, block) for x in (a, b, v))
         out = (q @ k.mT).tril() @ v

@@ -1,4 +1,4 @@
-"""M_ij = 1 where query i may attend to key j: the one mask type, its validation, and what operators support of it.
+"""M_ij = 1 where query i may attend to key j: the one mask type, its validation, and how foreign masks are read.
 
 A mask is kept in the form it came in; nothing is expanded to m x n unless an m x n mask was given.  Causal masks are
 aligned to the bottom right (the last query attends to the last key): M_ij = 0 for j > i + n - m.
@@ -6,18 +6,17 @@ aligned to the bottom right (the last query attends to the last key): M_ij = 0 f
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from headwise.errors import DtypeError, ShapeError, UnsupportedError
+from headwise.errors import DtypeError, ShapeError
 from headwise.operators._kernels import limits
+from headwise.operators.mask_support import MaskKind
 from headwise.shapes import are_tensors, broadcasts_to, finite_or_minus_infinity, read, truth_values
 
 
@@ -120,6 +119,39 @@ class Mask:
                 f"Mask: attention_mask must be (b, n) or (b, h, m, n), but has shape {tuple(attention_mask.shape)}"
             )
         return _recognised(attention_mask, m, n, causal)
+
+    @classmethod
+    def from_multihead(
+        cls, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool, m: int, n: int, heads: int
+    ) -> Mask:
+        """The masks of a call of nn.MultiheadAttention: boolean ones are True where a key is ignored, others are added.
+
+        key_padding_mask (b, n); attn_mask (m, n) or (b h, m, n); the Mask has batch axes (b, h).  As in torch,
+        `is_causal` is a hint about attn_mask, which is relied on only where values cannot be read.
+        """
+        mask = cls(m, n)
+        if attn_mask is not None and is_causal and m == n and torch.compiler.is_compiling():
+            mask = cls(m, n, causal=True)
+        elif attn_mask is not None:
+            pairs = attn_mask.unflatten(0, (-1, heads)) if attn_mask.dim() == 3 else attn_mask[None, None]
+            mask = _recognised(~pairs if pairs.dtype == torch.bool else pairs, m, n, False)
+        if key_padding_mask is None:
+            return mask
+        keys = key_padding_mask.unsqueeze(-2)  # (b, 1, n)
+        if keys.dtype == torch.bool:
+            visible, bias = _none_if_all(~keys), None
+        elif torch.compiler.is_compiling():  # torch writes boolean padding in this form
+            visible, bias = keys > torch.finfo(keys.dtype).min / 2, None
+            torch.ops.aten._assert_async.msg(
+                ((keys == 0) | ~visible).all(), "a floating key_padding_mask must be 0 or -inf"
+            )
+        else:
+            visible, bias = _split(keys)
+            visible = None if visible is None else _none_if_all(visible)
+        if bias is not None:
+            bias = bias.unsqueeze(-2)
+            mask = mask.with_bias(bias if mask.attn_bias is None else mask.attn_bias + bias)
+        return mask if visible is None else replace(mask, key_mask=_both(mask.key_mask, visible))
 
     def settled(self, owner: str) -> Mask:
         """The same mask with a finite attn_bias, and with every key that no query attends to in key_mask.
@@ -375,8 +407,8 @@ def _split(attn_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(boolean mask, additive bias) of an attn_mask; either may be None, and the bias is None if it only masks."""
     if attn_mask.dtype == torch.bool:
         return attn_mask, None
-    if torch.compiler.is_compiling():
-        return None, attn_mask
+    if torch.compiler.is_compiling() or (attn_mask.requires_grad and torch.is_grad_enabled()):
+        return None, attn_mask  # learned numbers are no mask, even where all of them are zero
     # masks hold the most negative number of their dtype as often as -inf
     visible = attn_mask > torch.finfo(attn_mask.dtype).min / 2
     if bool(((attn_mask == 0) | ~visible).all()):
@@ -385,58 +417,3 @@ def _split(attn_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     if bool(((attn_mask == 0) | ~near).all()) and bool(near.any(-1).all()):
         return near, None
     return _none_if_all(visible), torch.where(visible, attn_mask, 0.0)
-
-
-class MaskKind(Enum):
-    """The mask arguments of builders and layers."""
-
-    CAUSAL = "causal"
-    KEY_MASK = "key_mask"
-    PAIR_MASK = "pair_mask"
-    ATTN_BIAS = "attn_bias"
-
-
-CAUSAL, KEY_MASK, PAIR_MASK, ATTN_BIAS = MaskKind
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def supports(
-    *kinds: MaskKind, instead: str | Mapping[MaskKind, str] = "softmax", always_causal: bool = False
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a builder with the kinds of mask it takes; another kind raises UnsupportedError naming `instead`.
-
-    `always_causal` builders have no argument `causal`: True is accepted, an explicit False raises.
-    """
-
-    def alternative(kind: MaskKind) -> str:
-        return instead if isinstance(instead, str) else instead.get(kind, "softmax")
-
-    def decorate(build: Callable[P, R]) -> Callable[P, R]:
-        name = getattr(build, "__name__", str(build))
-
-        @functools.wraps(build)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if kwargs.get(CAUSAL.value) is not None:  # builders read it before the mask is checked
-                truth_values(name, causal=kwargs[CAUSAL.value])
-            for kind in MaskKind:
-                if kind in kinds or kind.value not in kwargs:
-                    continue
-                requested = kwargs.pop(kind.value)
-                if kind is CAUSAL and always_causal:
-                    if requested is False:
-                        raise UnsupportedError(f"{name}: is always causal; for causal=False use {alternative(kind)}")
-                elif requested is not None and requested is not False:
-                    raise UnsupportedError(f"{name}: does not support {kind.value}; use {alternative(kind)}")
-            return build(*args, **kwargs)
-
-        checked.__dict__["supports"] = frozenset(kinds) | ({CAUSAL} if always_causal else frozenset())
-        return checked
-
-    return decorate
-
-
-def supported(build: Callable[..., Any]) -> frozenset[MaskKind]:
-    """The kinds of mask that a builder declared with `supports`."""
-    return getattr(build, "supports", frozenset())

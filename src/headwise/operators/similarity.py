@@ -26,7 +26,8 @@ from headwise.errors import DtypeError, InputError, ShapeError
 from headwise.operators._kernels.row_chunks import Rows, adjoint_rows, apply_rows, row_ranges
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, Mask, supports
+from headwise.operators.mask_support import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, supports
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import Softmax, softmax
 from headwise.shapes import (
     all_finite,
@@ -129,7 +130,13 @@ class Similarity(AttentionOperator):
         return f.to(dtype)
 
 
-@supports(CAUSAL, KEY_MASK, PAIR_MASK, instead={ATTN_BIAS: "an f that includes it"})
+@supports(
+    CAUSAL,
+    KEY_MASK,
+    PAIR_MASK,
+    instead={ATTN_BIAS: "an f that includes it"},
+    one_length="its rows are divided for one length",
+)
 def similarity(
     q: Tensor,
     k: Tensor,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.cost import Cost
@@ -18,7 +19,8 @@ from headwise.operators._kernels.row_chunks import adjoint_rows
 from headwise.operators._kernels.scores import Scores, attend, attend_with_lse, keeps_digits, row_maxima, weights
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, supports
+from headwise.operators.mask_support import ATTN_BIAS, CAUSAL, KEY_MASK, PAIR_MASK, supports
+from headwise.shapes import symbolic
 
 
 @final
@@ -38,6 +40,12 @@ class Softmax(AttentionOperator):
         return weights_claim(stochastic=not mask.has_empty_rows(), causal=mask.causal)
 
     def apply(self, v: Tensor) -> Tensor:
+        if symbolic(*self.shape[-2:]):  # one call: rows cannot be divided into a number of parts that is not known
+            s = self.scores
+            masks = s.mask.sdpa_arguments(s.q.dtype, s.q.device)
+            out = F.scaled_dot_product_attention(s.q, s.k, s.mask.hide(v), scale=s.scale, **masks)
+            empty = s.empty_rows()
+            return out if empty is None else out.masked_fill(empty.unsqueeze(-1), 0)  # other runtimes give means or NaN
         return attend(self.scores, v)
 
     def adjoint(self, u: Tensor) -> Tensor:

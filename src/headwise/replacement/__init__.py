@@ -9,6 +9,7 @@ from headwise.replacement.install.saved import load
 from headwise.replacement.kinds import KINDS, AttentionSample, Choice, HeadInputs, Kind, KindOption, register_kind
 from headwise.replacement.planning.make_plan import plan
 from headwise.replacement.plans import Plan, PlanPoint
+from headwise.replacement.replacing import Replacement, replace
 from headwise.replacement.rewriting import rewrite
 from headwise.replacement.standard_kinds import SOFTMAX
 
@@ -27,9 +28,11 @@ __all__ = [
     "MixedHeads",
     "Plan",
     "PlanPoint",
+    "Replacement",
     "load",
     "plan",
     "register_kind",
+    "replace",
     "rewrite",
 ]
 

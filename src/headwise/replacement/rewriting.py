@@ -17,12 +17,17 @@ from headwise.errors import InputError
 from headwise.models.receipt import Receipt, largest_change, parameter_count
 from headwise.models.run import as_it_was, run_model
 from headwise.replacement.install import other_models, transformers_models
+from headwise.replacement.kinds import Choice
+from headwise.replacement.planning.uniform_plan import EVERYWHERE, uniform_plan
 from headwise.replacement.plans import Plan, each_head
 from headwise.replacement.standard_kinds import SOFTMAX
+from headwise.shapes import shown
 
 
-def rewrite(model: nn.Module, plan: Plan, *, probe: Any = None) -> tuple[nn.Module, Receipt]:
+def rewrite(model: nn.Module, plan: Plan | Choice, *, probe: Any = None) -> tuple[nn.Module, Receipt]:
     """A copy of `model` with the operators of `plan` in place of its heads, and a receipt of what changed.
+
+    A `Choice` in place of a plan is given to every head of the model's self-attention.
 
     `probe` is an input (a tensor, or a dict of keyword arguments) on which the two models are compared; for models of
     transformers the default is a random one of the planned length.  A plan for the body of a model (LlamaModel) also
@@ -31,6 +36,13 @@ def rewrite(model: nn.Module, plan: Plan, *, probe: Any = None) -> tuple[nn.Modu
     Models of transformers are changed through the library's attention interface, all others by intercepting
     `scaled_dot_product_attention` while they run.  `model` itself is not changed.
     """
+    if isinstance(plan, Choice):
+        plan = uniform_plan(model, plan, batch=probe)
+    if not isinstance(plan, Plan):
+        raise InputError(
+            f"rewrite: plan must be a Plan, or a Choice for all heads, but is {shown(plan)}; for builders use "
+            "headwise.replace"
+        )
     if not transformers_models.is_pretrained(model):
         plan.check(model)
         new: nn.Module = other_models.RewrittenModel(copy.deepcopy(model), plan)
@@ -42,12 +54,16 @@ def rewrite(model: nn.Module, plan: Plan, *, probe: Any = None) -> tuple[nn.Modu
     short = transformers_models.default_probe(model, min(plan.length, 16)) if probe is None else probe
     if isinstance(short, Mapping):
         transformers_models.check_reached(new, dict(short), plan)
-    probe = transformers_models.default_probe(model, plan.length) if probe is None else probe
+    tokens = plan.lengths[0] if EVERYWHERE in plan.provenance else plan.length
+    probe = transformers_models.default_probe(model, tokens) if probe is None else probe
     return new, _receipt(model, new, plan, probe)
 
 
 def _receipt(old: nn.Module, new: nn.Module, plan: Plan, probe: Any) -> Receipt:
     notes = [f"attention costs are for one sequence of {plan.length}"]
+    if EVERYWHERE in plan.provenance and plan.fitted:
+        notes.append("learned tensors have their initial values: train the model, or let headwise plan fit them")
+    notes += [f"{site} was left as it is: {why}" for site, why in plan.skipped.items()]
     change = scale = math.nan
     if probe is None:
         notes.append("no probe was given, so the change of the output was not measured")

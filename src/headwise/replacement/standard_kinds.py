@@ -23,7 +23,9 @@ from headwise.operators.linear.window_low_rank import window_low_rank
 from headwise.operators.relative.offset import offset
 from headwise.operators.relative.toeplitz import toeplitz_softmax
 from headwise.operators.softmax import softmax
+from headwise.operators.sparse.fixed import fixed
 from headwise.operators.sparse.hashed import hashed, random_rotations
+from headwise.operators.sparse.strided import strided
 from headwise.operators.sparse.window import window, window_pattern
 from headwise.operators.uniform import uniform
 from headwise.replacement.kinds import (
@@ -117,6 +119,11 @@ def _windows(length: int, causal: bool) -> list[Options]:
     """Widths 2^i up to half the length: a window on one side has as many keys as half of one on both sides."""
     widths = [1 << i for i in range(4, 20) if (1 << i) <= length // 2]
     return [{"width": width if causal else width + 1, "leading": LEADING} for width in widths[-7:]]
+
+
+def _fixed(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
+    block = min(options["block"], x.n)
+    return fixed(x.q, x.k, block, min(options["summaries"], block), scale=x.scale, **x.masks)
 
 
 def _near_far(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
@@ -314,6 +321,21 @@ STANDARD_KINDS = {
         cached=True,
         cross_attention=True,
         features=lambda x, scale, options: x * (options["sharpness"] * scale),
+        candidates=_none,
+    ),
+    "strided": Kind(
+        "softmax over keys at most `stride` away, and over every `stride`-th one",
+        lambda x, options, tensors: strided(x.q, x.k, min(options["stride"], x.n), scale=x.scale, **x.masks),
+        {"stride": KindOption(32, 1, LARGEST)},
+        causal=True,
+        candidates=_none,
+    ),
+    "fixed": Kind(
+        "softmax over the query's own block and the last `summaries` keys of every block",
+        _fixed,
+        {"block": KindOption(32, 1, LARGEST), "summaries": KindOption(1, 1, LARGEST)},
+        causal=True,
+        from_first_key=True,
         candidates=_none,
     ),
     "hashed": Kind(

@@ -33,8 +33,8 @@ from headwise.operators._kernels.prefix_sums import (
 )
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
-from headwise.shapes import filled
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, not_exported, supports
+from headwise.shapes import filled, symbolic
 
 
 @final
@@ -148,6 +148,8 @@ def efficient(
     qk = QueriesKeys.checked(owner, q, k, scale=scale, causal=causal, key_mask=key_mask)
     if not causal:
         return Efficient(qk)
+    if symbolic(qk.n):
+        raise not_exported("efficient, causal", "its blocks are cut for one length")
     operator = EfficientCausal(qk)
     if not rises_little(qk.k, qk.scale):
         operator.blocks(torch.promote_types(k.dtype, torch.float32)).check(owner)

@@ -27,7 +27,7 @@ from headwise.operators._kernels.prefix_sums import Blocks, blocked, blocked_abs
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.slots import BlockSlotOperator, Shortened, SlotOperator, shorten, shorten_blocks
 from headwise.operators.linear.projections import Projection
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
 
 
 @final
@@ -112,7 +112,7 @@ def factored(
     return Factored(qk, shorten("Factored", qk, e, f))
 
 
-@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "factored"})
+@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "factored"}, one_length="its blocks are cut for one length")
 def factored_blocks(
     q: Tensor,
     k: Tensor,

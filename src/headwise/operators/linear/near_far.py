@@ -26,7 +26,7 @@ from headwise.operators._kernels.key_patterns import KeyPattern, two_batch_axes
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
 from headwise.shapes import (
     all_finite,
     broadcast_batch,
@@ -307,7 +307,7 @@ def near_far_pattern(block: int, leading: int, rank: int, causal: bool) -> KeyPa
     return KeyPattern(block, 0 if causal else block, leading, block, features=rank)
 
 
-@supports(CAUSAL, KEY_MASK)
+@supports(CAUSAL, KEY_MASK, one_length="its blocks are cut for one length")
 def near_far(
     q: Tensor,
     k: Tensor,

@@ -26,7 +26,8 @@ from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperat
 from headwise.operators._kernels.scores import Scores
 from headwise.operators._kernels.slots import Shortened
 from headwise.operators.linear.projections import pooling
-from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import Softmax
 from headwise.shapes import whole_numbers
 
@@ -100,7 +101,11 @@ class Nystrom(QueryKeyOperator):
         return z
 
 
-@supports(KEY_MASK, instead={CAUSAL: "window_low_rank_blocks or projected_blocks, with means as slots, or efficient"})
+@supports(
+    KEY_MASK,
+    instead={CAUSAL: "window_low_rank_blocks or projected_blocks, with means as slots, or efficient"},
+    one_length="its segments are cut for one length",
+)
 def nystrom(
     q: Tensor,
     k: Tensor,

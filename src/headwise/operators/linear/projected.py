@@ -27,7 +27,8 @@ from headwise.operators._kernels.scores import Scores
 from headwise.operators._kernels.slots import BlockSlotOperator, Shortened, SlotOperator, shorten, shorten_blocks
 from headwise.operators._kernels.sparse_blocks import Piece, Union
 from headwise.operators.linear.projections import Projection
-from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
+from headwise.operators.masks import Mask
 from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.fixed import own_blocks, summary_pieces
 
@@ -115,7 +116,7 @@ def projected(
     return Projected(qk, shorten("Projected", qk, e, f))
 
 
-@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "projected"})
+@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "projected"}, one_length="its blocks are cut for one length")
 def projected_blocks(
     q: Tensor,
     k: Tensor,

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.shapes import filled, is_generator, same_kind, whole_numbers
+from headwise.operators.mask_support import not_exported
+from headwise.shapes import filled, is_generator, same_kind, symbolic, whole_numbers
 
 
 class Projection(ABC):
@@ -333,6 +334,8 @@ def count_sketch(n: int, r: int, *, generator: torch.Generator | None = None) ->
 
 def convolution(n: int, stride: int, weight: Tensor) -> Convolution:
     """A filter `weight` (w,) that moves on by `stride`: r = ceil(n / stride)."""
+    if symbolic(n):
+        raise not_exported("convolution", "its blocks are cut for one length")
     _check_sizes("Convolution", n=n, stride=stride)
     same_kind("Convolution", weight=weight)
     if weight.dim() != 1 or weight.shape[0] < 1:

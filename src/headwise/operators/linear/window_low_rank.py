@@ -27,7 +27,8 @@ from headwise.operators._kernels.slots import BlockSlotOperator, Shortened, Slot
 from headwise.operators._kernels.sparse_blocks import Piece, Union
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.linear.projections import Projection
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
+from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.fixed import summary_pieces
 from headwise.operators.sparse.window import Window, window, window_pieces
 from headwise.shapes import all_finite, broadcasts_to, same_kind, whole_numbers
@@ -63,7 +64,7 @@ class WindowLowRank(SlotOperator):
         shortening = Cost(self.short.multiply_adds(d, copies, adjoint=adjoint), copies * self.short.e.slots * d)
         return shortening + (inner.adjoint_cost(d) if adjoint else inner.cost(d))
 
-    def _inner(self) -> Window:
+    def _inner(self) -> Window | Softmax:
         """W (*batch, m, r + n): one more column of q and k adds the bias to a slot's scores and nothing to a key's."""
         r, scale = self.short.e.slots, self.qk.scale
         keys = _joined(_with_bias(self.short.keys(), self.slot_bias, scale), F.pad(self.qk.k, (0, 1)))
@@ -175,7 +176,9 @@ def window_low_rank(
     return _checked(WindowLowRank(qk, short, slot_bias, width, leading))
 
 
-@supports(KEY_MASK, always_causal=True, instead={CAUSAL: "window_low_rank"})
+@supports(
+    KEY_MASK, always_causal=True, instead={CAUSAL: "window_low_rank"}, one_length="its blocks are cut for one length"
+)
 def window_low_rank_blocks(
     q: Tensor,
     k: Tensor,

@@ -31,7 +31,8 @@ from headwise.cost import Cost
 from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
+from headwise.operators.masks import Mask
 from headwise.shapes import all_finite, broadcast_batch, no_empty_axis, same_kind, shown
 
 

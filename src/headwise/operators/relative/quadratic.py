@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.operators.compose import Product
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
 from headwise.operators.relative.encodings import cells
 from headwise.operators.relative.positional import Positional, positional
 from headwise.operators.relative.shift import Border, shift

@@ -19,7 +19,7 @@ from headwise.cost import Cost
 from headwise.errors import InputError, ShapeError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim
-from headwise.operators.masks import supports
+from headwise.operators.mask_support import supports
 from headwise.shapes import MOST, same_axis, whole_tuple
 
 Border = Literal["circular", "zeros", "replicate", "reflect"]

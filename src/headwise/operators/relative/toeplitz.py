@@ -25,7 +25,8 @@ from headwise.operators._kernels import limits
 from headwise.operators._kernels.row_chunks import adjoint_rows, apply_rows
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, Mask, share_between_heads, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
+from headwise.operators.masks import Mask, share_between_heads
 from headwise.shapes import all_finite, are_tensors, broadcast_batch, same_axis, same_kind, whole_numbers
 
 
@@ -205,7 +206,7 @@ def toeplitz(weights: Tensor, m: int, n: int) -> Toeplitz:
     return Toeplitz(weights, m, n)
 
 
-@supports(CAUSAL, KEY_MASK)
+@supports(CAUSAL, KEY_MASK, one_length="its transforms are of one length")
 def toeplitz_softmax(
     logits: Tensor, m: int, n: int, *, causal: bool = False, key_mask: Tensor | None = None
 ) -> ToeplitzSoftmax:

@@ -20,9 +20,11 @@ from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.compose import Product, product
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
+from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.strided import near_root
-from headwise.shapes import whole_numbers
+from headwise.operators.sparse.window import under_mask
+from headwise.shapes import symbolic, whole_numbers
 
 
 @final
@@ -46,7 +48,7 @@ def fixed(
     scale: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
-) -> Fixed:
+) -> Fixed | Softmax:
     """Query i attends to its own block and the last `summaries` keys of every other one; causal, those with j <= i.
 
     block    near sqrt(n) by default; any n, the last block may be shorter
@@ -54,12 +56,14 @@ def fixed(
               sequence's; others too if the real length is a multiple of the block (else it lacks the last summary)
     """
     qk, block = _checked(q, k, block, summaries, scale, key_mask)
+    if symbolic(qk.n):
+        return under_mask(qk, causal, lambda i, j: (i // block == j // block) | (j % block >= block - summaries))
     pieces = partial(_pieces, qk.n, block, summaries, causal, q.device)
     pattern = KeyPattern(0, 0, block=block, every=block, last=summaries)
     return Fixed(Union.of(qk, pieces, pattern, causal), block, summaries, causal)
 
 
-@supports(CAUSAL, KEY_MASK)
+@supports(CAUSAL, KEY_MASK, one_length="its blocks are cut for one length")
 def fixed_steps(
     q: Tensor,
     k: Tensor,
@@ -92,7 +96,7 @@ def _pieces_across(n: int, block: int, summaries: int, causal: bool, device: tor
 
 def own_blocks(n: int, block: int, causal: bool) -> list[Piece]:
     """Every block of queries against the same block of keys."""
-    whole, rest = divmod(n, block)
+    whole, rest = n // block, n % block  # divmod does not know symbols
     tiles = [Tiles(0, whole, block, block)] if whole else []
     tiles += [Tiles(whole * block, 1, 0, rest)] if rest else []
     return [Piece(part, part, first=True, causal=causal) for part in tiles]
@@ -106,7 +110,7 @@ def summary_pieces(
     The queries at the same place of every block are one batch, so the mask is one entry a pair of blocks.
     Summaries are the last keys of a block, or, with `keys`, `summaries` in a row for each block from key `keys` on.
     """
-    whole, rest = divmod(n, block)
+    whole, rest = n // block, n % block  # divmod does not know symbols
     first_key, jump = (block - summaries, block) if keys is None else (keys, summaries)
     pieces = []
     for place, count, rows in ((0, rest, whole + 1), (rest, block - rest, whole)):

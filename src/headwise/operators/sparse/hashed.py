@@ -25,7 +25,7 @@ from headwise.operators._kernels.hashed_attention import HashedAttention, hash_o
 from headwise.operators._kernels.key_patterns import two_batch_axes
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim, weights_claim
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
 from headwise.shapes import all_finite, autocasting, is_generator, same_axis, same_kind, whole_numbers
 
 
@@ -97,7 +97,7 @@ class Hashed(QueryKeyOperator):
         return out.reshape(*batch, *out.shape[-2:])
 
 
-@supports(CAUSAL, KEY_MASK)
+@supports(CAUSAL, KEY_MASK, one_length="its chunks are cut for one length")
 def hashed(
     q: Tensor,
     k: Tensor | None = None,

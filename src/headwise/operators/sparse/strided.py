@@ -20,9 +20,10 @@ from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.compose import Product, product
-from headwise.operators.masks import CAUSAL, KEY_MASK, supports
-from headwise.operators.sparse.window import band, window
-from headwise.shapes import whole_numbers
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
+from headwise.operators.softmax import Softmax
+from headwise.operators.sparse.window import band, under_mask, window
+from headwise.shapes import symbolic, whole_numbers
 
 
 @final
@@ -48,18 +49,20 @@ def strided(
     scale: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
-) -> Strided:
+) -> Strided | Softmax:
     """Query i attends to keys j with |i - j| <= stride or (i - j) % stride = 0; causal, those with j <= i.
 
     stride   near sqrt(n) by default, where a query attends to O(sqrt n) keys; any n, the last block may be shorter
     key_mask  boolean (*batch, n), True = attend; with padding at the end, real rows equal the shorter sequence's
     """
     qk, stride = _checked(q, k, stride, scale, key_mask)
+    if symbolic(qk.n):
+        return under_mask(qk, causal, lambda i, j: ((i - j).abs() <= stride) | ((i - j) % stride == 0))
     pattern = KeyPattern(stride, 0 if causal else stride, stride=stride)
     return Strided(Union.of(qk, partial(_pieces, qk.n, stride, causal, q.device), pattern, causal), stride, causal)
 
 
-@supports(CAUSAL, KEY_MASK)
+@supports(CAUSAL, KEY_MASK, one_length="its blocks are cut for one length")
 def strided_steps(
     q: Tensor,
     k: Tensor,
@@ -83,7 +86,7 @@ def _pieces(n: int, stride: int, causal: bool, device: torch.device) -> list[Pie
 
 def columns(n: int, stride: int, causal: bool) -> list[Piece]:
     """Every stride-th position: columns that are one block longer than the others are a batch of their own."""
-    rows, longer = divmod(n, stride)
+    rows, longer = n // stride, n % stride  # divmod does not know symbols
     pieces = []
     for first, count, length in ((0, longer, rows + 1), (longer, stride - longer, rows)):
         if count and length:

@@ -5,6 +5,7 @@ Local attention: Luong et al. 2015; Beltagy et al. 2020 (Longformer), with globa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -17,8 +18,9 @@ from headwise.operators._kernels.key_patterns import KeyPattern
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.sparse_blocks import BlockOperator, Piece, Union
 from headwise.operators._kernels.tiles import Tiles
-from headwise.operators.masks import CAUSAL, KEY_MASK, PAIR_MASK, supports
-from headwise.shapes import whole_numbers
+from headwise.operators.mask_support import CAUSAL, KEY_MASK, PAIR_MASK, supports
+from headwise.operators.softmax import Softmax, softmax
+from headwise.shapes import symbolic, whole_numbers
 
 
 @final
@@ -45,7 +47,7 @@ def window(
     scale: float | None = None,
     causal: bool = False,
     key_mask: Tensor | None = None,
-) -> Window:
+) -> Window | Softmax:
     """Each query attends to `width` keys: itself, width // 2 before, the rest after; causal, itself and those before.
 
     leading   number of first positions that are global: every query attends to them, they to all (causal: earlier)
@@ -71,8 +73,22 @@ def window(
             f"but n has {qk.n}; use softmax with a pair_mask"
         )
     pattern = window_pattern(width, leading, causal)
+    if symbolic(qk.m, qk.n):
+        return under_mask(qk, causal, partial(_in_window, pattern, causal))
     pieces = partial(window_pieces, qk.m, qk.n, pattern.left, pattern.right, leading, causal, q.device)
     return Window(Union.of(qk, pieces, pattern, causal), width, leading, causal)
+
+
+def under_mask(qk: QueriesKeys, causal: bool, pairs: Callable[[Tensor, Tensor], Tensor]) -> Softmax:
+    """Softmax under pairs(i, j) as a mask, m x n scores: for torch.export with a symbolic length, without tiles."""
+    i, j = (torch.arange(size, device=qk.q.device) for size in (qk.m, qk.n))
+    mask = pairs((i + (qk.n - qk.m)).unsqueeze(-1), j)
+    return softmax(qk.q, qk.k, scale=qk.scale, causal=causal, key_mask=qk.key_mask, pair_mask=mask)
+
+
+def _in_window(pattern: KeyPattern, causal: bool, i: Tensor, j: Tensor) -> Tensor:
+    near = ((j >= i - pattern.left) & (j <= i + pattern.right)) | (j < pattern.leading)
+    return near if causal else near | (i < pattern.leading)
 
 
 def window_pattern(width: int, leading: int, causal: bool) -> KeyPattern:

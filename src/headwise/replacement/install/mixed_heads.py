@@ -342,7 +342,8 @@ def padding_last(inputs: HeadInputs, v: Tensor, padding: Tensor) -> tuple[HeadIn
     """The same call with the first `padding` (b, 1) positions moved to the end, and the index (b, n) that undoes it."""
     assert inputs.mask.key_mask is not None
     position = torch.arange(inputs.n, device=v.device)
-    forth, back = (position + padding) % inputs.n, (position - padding) % inputs.n
+    forth, back = position + padding, position - padding  # modulo n, which ONNX does not have for symbols
+    forth, back = torch.where(forth < inputs.n, forth, forth - inputs.n), torch.where(back < 0, back + inputs.n, back)
     key_mask = inputs.mask.key_mask.expand(len(forth), 1, -1).gather(-1, forth.unsqueeze(1))
     mask = replace(inputs.mask, key_mask=key_mask)
     return replace(inputs, q=along(inputs.q, forth), k=along(inputs.k, forth), mask=mask), along(v, forth), back

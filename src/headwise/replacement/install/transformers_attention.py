@@ -1,4 +1,4 @@
-"""Attention as transformers calls it, computed by the MixedHeads in the calling module.
+"""Attention as transformers calls it, computed by the MixedHeads or OperatorHeads in the calling module.
 
 One function for `AttentionInterface` and one for `AttentionMaskInterface`, registered under the same name: without the
 second the library silently drops padding.  Arguments that change the result and are not supported raise.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headwise.errors import UnsupportedError
 from headwise.operators.masks import Mask
 from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal
+from headwise.replacement.install.operator_heads import OperatorHeads
 
 NAME = "headwise"
 """Contains none of the words (flash, sdpa, flex_attention, a slash) that transformers treats specially."""
@@ -52,7 +53,7 @@ def attention(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """query (b, h, m, k), key and value (b, h_kv, n, ·) -> (b, m, h, d)"""
     for name, why in CHANGES.items():
         if kwargs.get(name) is not None:
@@ -62,6 +63,13 @@ def attention(
     flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     past = getattr(key, MARK, None)
     n = key.shape[-2] + (0 if past is None else past.get_seq_length())
+    if isinstance(heads, OperatorHeads):
+        mask = Mask.from_transformers(attention_mask, flag, query.shape[-2], n)
+        if position_bias is not None:
+            mask = mask.with_bias(position_bias if mask.attn_bias is None else mask.attn_bias + position_bias)
+        needed = bool(kwargs.get("output_attentions"))
+        out, weights = heads(query, key, value, mask, scale=scale, dropout=dropout, need_weights=needed)
+        return out.transpose(1, 2).contiguous(), weights
 
     def original(key: Tensor, value: Tensor) -> Tensor:
         """(b, h, m, d) as the model was."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,31 @@ PREFIX = "Headwise"
 def is_pretrained(model: nn.Module) -> bool:
     """Whether `model` is a PreTrainedModel, without importing transformers."""
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(model).__mro__)
+
+
+@functools.cache
+def _names_interface(cls: type) -> bool | None:
+    """Whether the forward of this class calls transformers' attention interface; None if its source is not known."""
+    try:
+        source = inspect.getsource(cls.forward)
+    except (OSError, TypeError, AttributeError):
+        return None
+    return "attention_interface" in source or "ALL_ATTENTION_FUNCTIONS" in source
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Whether this is an attention module that calls transformers' attention interface."""
+    return bool(_names_interface(type(module)))
+
+
+def use_interface(model: Any) -> Callable[[], None]:
+    """Make `model` compute attention by the interface, in place; returns the function that undoes it."""
+    if not model._can_set_attn_implementation():
+        raise _by_hand(model)
+    before = model.config._attn_implementation
+    interface.register()
+    model.set_attn_implementation(interface.NAME)
+    return lambda: model.set_attn_implementation(before)
 
 
 def planned_part(model: Any, plan: Plan) -> tuple[nn.Module, str]:
@@ -195,21 +220,21 @@ def _check_interface(model: Any, plan: Plan) -> None:
     """Raise UnsupportedError for families that accept any attention implementation but compute attention themselves."""
     name = type(model).__name__
     if not model._can_set_attn_implementation():
-        raise UnsupportedError(
-            f"{name} computes attention by hand instead of through transformers' attention interface, so its heads "
-            "cannot be replaced"
-        )
+        raise _by_hand(model)
     for site in plan.sites:
         module = model.get_submodule(site.partition("@")[0])
-        try:
-            source = inspect.getsource(type(module).forward)
-        except (OSError, TypeError):
-            continue
-        if "attention_interface" not in source and "ALL_ATTENTION_FUNCTIONS" not in source:
+        if _names_interface(type(module)) is False:
             raise UnsupportedError(
                 f"{site}: {type(module).__name__} of {name} does not call transformers' attention interface, so its "
                 "heads cannot be replaced"
             )
+
+
+def _by_hand(model: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(model).__name__} computes attention by hand instead of through transformers' attention interface, so "
+        "its heads cannot be replaced"
+    )
 
 
 def _head_cache(model: Any, usual: Any, longest: int) -> Any:
