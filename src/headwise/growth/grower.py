@@ -28,10 +28,10 @@ from headwise.growth.bottleneck import HeadKey, bottleneck, choose, rank
 from headwise.growth.growth_event import GrowthEvent, HeadGrowth, HeadScore
 from headwise.growth.head_weights import by_layer, factors, install_all, parameters
 from headwise.growth.line_search import Loss, SearchPoint, measure, search, trusted_step
-from headwise.growth.metric import DAMPING, root, roots
+from headwise.growth.metric import DAMPING, METRICS, root, roots
 from headwise.growth.optimizer_state import PACE, ExchangedState, calibrate, exchange, holds
 from headwise.growth.problem import Factors, Problem
-from headwise.growth.solve import Solution, predicted_change, preserving, score_change, shrink, solution_names
+from headwise.growth.solve import Solution, predicted_change, preserving, score_change, shrink
 from headwise.growth.statistics import LayerStatistics, world_size
 from headwise.growth.watch import Watch
 from headwise.nn.multihead import MultiHead
@@ -133,14 +133,14 @@ class Grower:
         `loss` returns the loss on data held out from `observe`; it is called about ten times per solution, in
         evaluation mode and from one random state.  Without it the first solution is taken at a small trusted step.
         `metric` is the registered metric in which heads and dimensions are chosen.  `solutions` are tried in turn, by
-        name or as functions: by default the closed form in every registered metric, and a refit of all weights.
+        name or as functions: by default the closed form in every registered metric; "refit" computes all weights anew.
         """
         problems = self._problems()
         widths = choose(problems, p, heads, metric)
         if not widths:
             return GrowthEvent((), "no head has a direction that two halves of the data agree on")
         chosen = {key: problems[key] for key in widths}
-        requested = solution_names() if solutions is None else solutions
+        requested = list(METRICS) if solutions is None else solutions
         if loss is None:
             return self._commit(chosen, trusted_step(chosen, widths, requested[0]), None)
         before = self._measured(loss, "before growth")
@@ -170,8 +170,7 @@ class Grower:
         chosen = {key: problems[key] for key in heads}
         weights = {key: shrink(problem, p) for key, problem in chosen.items()}
         before = None if loss is None else self._measured(loss, "before shrinking")
-        tau = sum(score_change(chosen[key], w) ** 2 for key, w in weights.items()) ** 0.5
-        return self._commit(chosen, SearchPoint("shrink", weights, tau, float("nan")), before, loss)
+        return self._commit(chosen, SearchPoint("shrink", weights, math.nan, math.nan), before, loss)
 
     def _measured(self, loss: Loss, when: str) -> float:
         """The held-out loss; NonFiniteError if no comparison with it means anything."""
@@ -196,6 +195,7 @@ class Grower:
         count = sum(p.numel() for p in self.model.parameters())
         changes = tuple(_head_growth(key, chosen[key], weights[key]) for key in weights)
         predicted = sum(predicted_change(chosen[key], weights[key]) for key in weights)
+        moved = math.sqrt(sum(score_change(chosen[key], weights[key]) ** 2 for key in weights))
         calibrated = by_layer({key: calibrate(chosen[key], weights[key], self.pace) for key in weights})
         installed = install_all(self.layers, weights)
         exchanged: list[ExchangedState] = []
@@ -222,7 +222,7 @@ class Grower:
             changes,
             "requested" if point.solution == "shrink" else "the present width limits the loss",
             point.solution,
-            point.tau,
+            moved,
             predicted,
             before,
             None if before is None else after,
