@@ -39,8 +39,8 @@ LONGEST = 0.5
 """Of the length |w_q| |w_k| of the present directions: how long a new one may be made at once.
 
 The step with the lowest loss at once is several times as long, above all where k is 1 and one new direction has to
-stand for all that are missing.  An optimizer moves weights by about its learning rate, so a long direction hardly turns any
-more: 200 steps later it is behind one that was started short (docs/explanation/growth.md)."""
+stand for all that are missing.  An optimizer moves weights by about its learning rate, so a long direction hardly turns
+any more: 200 steps later it is behind one that was started short (docs/explanation/growth.md)."""
 
 
 @final
