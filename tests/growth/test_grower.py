@@ -351,7 +351,7 @@ def test_a_grown_checkpoint_loads_into_a_fresh_model() -> None:
     grower = observed(model, optimizer)
     grower.grow(p=2, heads=[HEAD])
     grower.close()
-    assert grower.layers[HEAD[0]].build.__name__ == "softmax"  # type: ignore[union-attr]
+    assert grower.layers[HEAD[0]].module.build.__name__ == "softmax"  # type: ignore[union-attr]
     fresh = Reader(TASK, width=16, layers=1, heads=2, key_width=2)
     fresh.load_state_dict(model.state_dict())
     assert fresh.get_submodule(HEAD[0]).key_widths == (2, 4)

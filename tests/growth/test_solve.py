@@ -346,9 +346,7 @@ def test_new_directions_are_balanced_like_the_present_ones_and_not_longer_than_h
         q, k = (x[present.width :] for x in lengths(grown))
         assert torch.allclose(q / k, torch.full_like(q, ratio))
         assert float((q * k).amax()) <= LONGEST * typical_length(present) * (1 + 1e-9)
-    assert float((q * k).amin()) == pytest.approx(
-        LONGEST * typical_length(present)
-    )  # each is cut
+    assert float((q * k).amin()) == pytest.approx(LONGEST * typical_length(present))  # each is cut
     raw = Factors(torch.randn(1, 8, 3, dtype=F64), torch.randn(7, 3, dtype=F64))
     assert torch.allclose(balanced(raw, present).product(), raw.product())  # without a limit scores do not change
 
