@@ -46,7 +46,7 @@ _NAMES = {
     "headwise.convolution": ["convert"],
     "headwise.examination": ["Examination", "compare", "examine"],
     "headwise.examination.monitor": ["Monitor", "MonitorCallback"],
-    "headwise.growth": ["Grower"],
+    "headwise.growth": ["Grower", "shrink"],
     "headwise.ledger": ["Ledger", "ModelAudit", "verify"],
     "headwise.models": ["Receipt"],
     "headwise.nn": ["GridAttention", "LearnedQuery", "MultiHead"],
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from headwise.examination.monitor import Monitor as Monitor
     from headwise.examination.monitor import MonitorCallback as MonitorCallback
     from headwise.growth import Grower as Grower
+    from headwise.growth import shrink as shrink
     from headwise.ledger import Ledger as Ledger
     from headwise.ledger import ModelAudit as ModelAudit
     from headwise.ledger import verify as verify

@@ -11,7 +11,7 @@ from benchmarks.grow_kinds import compare, kinds
 from torch import Tensor
 
 from headwise.errors import NonFiniteError, ShapeError
-from headwise.growth import Factors, Problem, closed_form, refit, shrink
+from headwise.growth import Factors, Problem, closed_form, narrowed, refit
 from headwise.growth.bottleneck import alignment, bottleneck, choose, directions, score
 from headwise.growth.metric import METRICS, root, roots
 from headwise.growth.normal_equations import NormalMap, TokenSequence
@@ -297,7 +297,7 @@ def test_the_bottleneck_falls_with_p_and_is_validated_on_two_halves() -> None:
 def test_shrinking_drops_the_direction_that_changes_the_scores_least() -> None:
     torch.manual_seed(0)
     case, truth = problem(0, k=4)
-    fewer = shrink(case, 1)
+    fewer = narrowed(case, 1)
     assert fewer.width == 3
     # no other rank-3 product is nearer in the metric
     q, k = (root(g) for g in (case.gram_q, case.gram_k))
@@ -309,7 +309,7 @@ def test_shrinking_drops_the_direction_that_changes_the_scores_least() -> None:
         torch.cat([case.present.wk, torch.zeros(7, 1, dtype=F64)], -1),
     )
     wide = Problem(case.folds, case.shares, idle, case.gram_q, case.gram_k)
-    same = shrink(wide, 1)
+    same = narrowed(wide, 1)
     change = float(truth["loss"](same.product())) - float(truth["loss"](case.present.product()))
     assert abs(change) < 1e-8
     assert predicted_change(wide, same) == pytest.approx(change, abs=1e-8)
@@ -322,7 +322,7 @@ def test_errors_name_the_sizes() -> None:
     with pytest.raises(ShapeError, match="p must be at least 1, but is 0"):
         closed_form(case, 0)
     with pytest.raises(ShapeError, match="can lose between 1 and 1 dimensions, not p = 2"):
-        shrink(case, 2)
+        narrowed(case, 2)
     with pytest.raises(NonFiniteError, match="gradient of the scores has non-finite entries"):
         Problem(case.folds * math.nan, case.shares, case.present, case.gram_q, case.gram_k)
     with pytest.raises(ShapeError, match="axis 'd_k' must agree"):

@@ -51,6 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "monitor": ("headwise.cli.monitor_command", "what a Monitor measured during training, as a page"),
     "verify": ("headwise.cli.verify_command", "does a model keep its promises; do papers' claims about attention hold"),
     "grow": ("headwise.cli.grow_command", "train a small model that widens queries and keys where they are too narrow"),
+    "shrink": ("headwise.cli.shrink_command", "drop query/key dimensions that matter least, and save the key cache"),
     "plan": ("headwise.cli.plan_command", "the cheapest operator for every head within a tolerance"),
     "rewrite": ("headwise.cli.rewrite_command", "replace attention heads as a plan says, with a receipt"),
     "convert": ("headwise.cli.convert_command", "convert convolutions to attention, with a receipt"),

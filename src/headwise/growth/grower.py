@@ -24,17 +24,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from headwise.errors import InputError, NonFiniteError
+from headwise.errors import InputError, NonFiniteError, UnsupportedError
 from headwise.growth.bottleneck import HeadKey, bottleneck, choose, rank
 from headwise.growth.growth_event import GrowthEvent, HeadGrowth, HeadScore
 from headwise.growth.layers.growable import check_unsharded, growing_layers, register_parameters
 from headwise.growth.layers.growing_layer import GrowingLayer, PassWatch
 from headwise.growth.layers.head_weights import by_layer, install_all
+from headwise.growth.layers.transformers_layer import TransformersLayer
 from headwise.growth.line_search import Loss, SearchPoint, measure, search, trusted_step
 from headwise.growth.metric import DAMPING, METRICS, root, roots
 from headwise.growth.optimizer_state import PACE, ExchangedState, calibrate, exchange
 from headwise.growth.problem import Factors, Problem
-from headwise.growth.solve import Solution, predicted_change, preserving, score_change, shrink
+from headwise.growth.solve import Solution, narrowed, predicted_change, preserving, score_change
 from headwise.growth.statistics import LayerStatistics, world_size
 
 LEAST_GAIN = 0.01
@@ -160,13 +161,18 @@ class Grower:
         return self._commit(chosen, best, before)
 
     def shrink(self, p: int, heads: Sequence[HeadKey], *, loss: Loss | None = None) -> GrowthEvent:
-        """Drop the p directions of each head whose removal changes its scores least."""
+        """Drop the p directions of each head whose removal changes its scores least; heads of MultiHead layers only."""
+        foreign = next((name for name, _ in heads if isinstance(self.layers.get(name), TransformersLayer)), None)
+        if foreign is not None:
+            raise UnsupportedError(
+                f"shrink: {foreign} is a module of transformers; use headwise.shrink(model, batches)"
+            )
         problems = self._problems()
         for key in heads:
             if key not in problems:
                 raise InputError(f"shrink: there is no head {key!r} with statistics; observe() a batch first")
         chosen = {key: problems[key] for key in heads}
-        weights = {key: shrink(problem, p) for key, problem in chosen.items()}
+        weights = {key: narrowed(problem, p) for key, problem in chosen.items()}
         before = None if loss is None else self._measured(loss, "before shrinking")
         return self._commit(chosen, SearchPoint("shrink", weights, math.nan, math.nan), before, loss)
 

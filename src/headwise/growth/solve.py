@@ -209,7 +209,7 @@ def truncate(z: Tensor, rank: int, q: Root, k: Root) -> Factors:
     return Factors(q.inverse @ (u[:, :rank] * half).reshape(g, dq, -1), k.inverse @ (vh[:rank].mT * half))
 
 
-def shrink(problem: Problem, p: int) -> Factors:
+def narrowed(problem: Problem, p: int) -> Factors:
     """The weights with p directions fewer whose scores are nearest to the present ones in the data's metric."""
     width = problem.present.width
     if not 1 <= p < width:

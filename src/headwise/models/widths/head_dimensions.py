@@ -115,6 +115,12 @@ class HeadDimensions(nn.Module):
             parameter.grad = None  # it has the old shape
             parameter.data = new
 
+    def keep_(self, query_map: Tensor, key_map: Tensor) -> None:
+        """Set A_q (h, k, r) and A_k (h_kv, k, r)."""
+        self.kept = query_map.shape[-1]
+        for name, new in (("query_map", query_map), ("key_map", key_map)):
+            self.register_buffer(name, new.to(self.query_weight))
+
     def config(self) -> dict[str, Any]:
         """The arguments of the constructor, for config.json."""
         sizes = {"heads": self.heads, "key_heads": self.key_heads, "key_width": self.key_width}

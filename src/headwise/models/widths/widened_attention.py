@@ -33,10 +33,10 @@ CONTEXTS = ("key_value_states", "encoder_hidden_states")
 
 
 class _Running(threading.local):
-    """What attention modules that run in this thread were called with: id of the module -> (x, context)."""
+    """What attention modules that run in this thread were called with: id of the module -> (x, context, cached)."""
 
     def __init__(self) -> None:
-        self.inputs: dict[int, tuple[Tensor, Tensor]] = {}
+        self.inputs: dict[int, tuple[Tensor, Tensor, bool]] = {}
 
 
 _RUNNING = _Running()
@@ -115,9 +115,8 @@ def attention(
             raise UnsupportedError(
                 f"{type(module).__name__}: {name} changes the softmax, so its heads keep their width"
             )
-    x, context = _RUNNING.inputs.pop(id(module))
+    x, context, cached = _RUNNING.inputs.pop(id(module))  # keys that come from a WidenedCache have their new width
     wide_q = dimensions.queries(query, x)
-    cached = key.shape[-1] == dimensions.width != query.shape[-1]  # widened by WidenedCache
     wide_k = key if cached else dimensions.keys(key, context)
     d = value.shape[-1]
     if d < dimensions.width:  # torch's fused kernels need one width
@@ -164,13 +163,14 @@ def _before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if dimensions is None:
         return None
     x, context = _inputs(module, args, kwargs)
-    _RUNNING.inputs[id(module)] = x, context
+    _RUNNING.inputs[id(module)] = x, context, False
     if not any(dimensions.added) and dimensions.kept is None:
         return None
 
     def widened(value: Any) -> Any:
-        if not hasattr(value, "update") or not hasattr(value, "get_seq_length") or isinstance(value, WidenedCache):
+        if not hasattr(value, "update") or not hasattr(value, "get_seq_length"):
             return value
+        _RUNNING.inputs[id(module)] = x, context, True
         if hasattr(value, "self_attention_cache"):
             both = copy.copy(value)
             both.self_attention_cache = WidenedCache(value.self_attention_cache, dimensions, context)
