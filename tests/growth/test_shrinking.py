@@ -42,10 +42,10 @@ def test_the_subspace_is_the_best_of_many_starts(g: int) -> None:
     c_q, c_k = torch.stack([covariance(k, i) for i in range(g)]), covariance(k, 9)
     found = float(missed(c_q, c_k, *subspace(c_q, c_k, r)))
     best = float("inf")
-    for seed in range(2):
+    for seed in range(4):
         draws = torch.Generator().manual_seed(seed)
         a_q, a_k = (torch.randn(*s, generator=draws, dtype=F64).requires_grad_() for s in ((g, k, r), (k, r)))
-        optimizer = torch.optim.LBFGS([a_q, a_k], max_iter=150, line_search_fn="strong_wolfe", tolerance_grad=1e-12)
+        optimizer = torch.optim.LBFGS([a_q, a_k], max_iter=500, line_search_fn="strong_wolfe")
 
         def closure(a_q: Tensor = a_q, a_k: Tensor = a_k, optimizer: Any = optimizer) -> Tensor:
             optimizer.zero_grad()
@@ -55,7 +55,8 @@ def test_the_subspace_is_the_best_of_many_starts(g: int) -> None:
 
         optimizer.step(closure)
         best = min(best, float(missed(c_q, c_k, a_q, a_k).detach()))
-    assert found == pytest.approx(best, rel=1e-4)
+    assert found <= best * (1 + 1e-9)
+    assert found >= 0.99 * best  # which the search nearly reaches
 
 
 def test_pairs_that_matter_are_kept_and_scaled_for_those_that_go() -> None:
@@ -128,7 +129,7 @@ def test_all_dimensions_kept_is_the_same_model_and_half_of_them_is_half_of_the_c
     assert 0.5 <= report.key_cache_saved < 0.9
     assert report.key_numbers[0] == report.value_numbers
     assert report.cache_saved == pytest.approx(report.key_cache_saved / 2)
-    assert float((output(new, held) - before).abs().max()) > 0
+    assert not torch.equal(output(new, held), before)
     torch.testing.assert_close(output(model, held), before, rtol=0, atol=0)  # the original is not touched
     assert not hasattr(model.get_submodule(next(iter(report.widths))), NAME)
 
