@@ -41,7 +41,9 @@ class GrowthSchedule:
             if value < 1:
                 raise InputError(f"growth: {name} must be at least 1, but is {value}")
         self.loss, self.every, self.observe, self.until = loss, every, min(observe, every), until
-        self.p, self.heads, self.options = p, heads, options
+        self.p: int | Literal["auto"] = p
+        self.heads: Sequence[HeadKey] | Literal["auto"] = heads
+        self.options = options
         self.events: list[tuple[int, GrowthEvent]] = []
         self.grower: Grower | None = None
 
