@@ -66,7 +66,7 @@ class TransformersLayer(GrowingLayer):
         return [self.own_factors(head, Factors(q[head], k[head])) for head in range(self.heads)]
 
     def own_factors(self, head: int, like: Factors) -> Factors:
-        d, k = self.dimensions, self.dimensions.key_width
+        d, k = self.dimensions, self.dimensions.base
         rows = torch.cat([d.query_weight, d.query_bias.unsqueeze(-1)], -1)[d.query_rows(head)].detach().double()
         wq = rows.unflatten(0, (self.group, d.added[head])).mT / self.unit(0)
         wk = d.key_weight[d.key_rows(head)].detach().double().mT
@@ -77,7 +77,7 @@ class TransformersLayer(GrowingLayer):
         return 1 / self.scaling
 
     def _added(self, widths: Sequence[int]) -> tuple[int, ...]:
-        return tuple(width - self.dimensions.key_width for width in widths)
+        return tuple(width - self.dimensions.base for width in widths)
 
     def slices(self, name: ParameterName, widths: Sequence[int]) -> Sequence[slice]:
         times, start, found = self.group if name[0] == "query" else 1, 0, []
@@ -88,8 +88,8 @@ class TransformersLayer(GrowingLayer):
 
     def rows(self, q: Tensor, k: Tensor, name: ParameterName) -> Tensor:
         if name == ("key", "weight"):
-            return k[:, self.dimensions.key_width :].mT
-        new = q[..., self.dimensions.key_width :].mT.flatten(0, 1)  # head by head
+            return k[:, self.dimensions.base :].mT
+        new = q[..., self.dimensions.base :].mT.flatten(0, 1)  # head by head
         return new[:, -1] if name == ("query", "bias") else new[:, :-1]
 
     def resize(self, widths: Sequence[int]) -> None:

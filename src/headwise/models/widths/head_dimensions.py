@@ -58,15 +58,19 @@ class HeadDimensions(nn.Module):
         return self.heads // self.key_heads
 
     @property
+    def base(self) -> int:
+        """The dimensions of the module's own that are left."""
+        return self.key_width if self.kept is None else self.kept
+
+    @property
     def width(self) -> int:
         """The width of q' and k': that of the widest head, narrower ones end in zeros."""
-        return (self.key_width if self.kept is None else self.kept) + max(self.added)
+        return self.base + max(self.added)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The query/key width of each key head."""
-        base = self.key_width if self.kept is None else self.kept
-        return tuple(base + p for p in self.added)
+        return tuple(self.base + p for p in self.added)
 
     def query_rows(self, key_head: int) -> slice:
         """The rows of `query_weight` of the heads that share a key head: head by head, p rows each."""

@@ -49,8 +49,8 @@ class WidenedCall:
 
     x: Tensor
     context: Tensor
-    q: Tensor  # (b, h, m, k), as the module computed it
-    k: Tensor  # (b, h_kv, n, k)
+    q: Tensor  # (b, h, m, base): the module's own dimensions that are left
+    k: Tensor  # (b, h_kv, n, base)
     wide_q: Tensor
     wide_k: Tensor
     v: Tensor
@@ -132,7 +132,8 @@ def attention(
         mask = Mask.from_transformers(attention_mask, flag, query.shape[-2], key.shape[-2])
         if position_bias is not None:
             mask = mask.with_bias(position_bias if mask.attn_bias is None else position_bias + mask.attn_bias)
-        observer(WidenedCall(x, context, query, key, wide_q, wide_k, value, mask, scaling), out)
+        own = (part[..., : dimensions.base] for part in (wide_q, wide_k))
+        observer(WidenedCall(x, context, *own, wide_q, wide_k, value, mask, scaling), out)
     return out, None
 
 
