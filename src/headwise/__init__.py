@@ -4,7 +4,7 @@ The verbs are `examine`, `verify`, `plan`, `rewrite`, `replace`, `convert` and `
 linear operator P, and every form of it is a value that is applied, measured and exchanged.
 
 Names are resolved on first use (PEP 562), so `import headwise` and `headwise --help` do not load torch.  It also lets
-transformers' AutoModel load rewritten models, whenever transformers is imported.
+transformers' AutoModel load rewritten and resized models, whenever transformers is imported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAMES = {
     "headwise.convolution": ["convert"],
     "headwise.examination": ["Examination", "compare", "examine"],
     "headwise.examination.monitor": ["Monitor", "MonitorCallback"],
-    "headwise.growth": ["Grower"],
+    "headwise.growth": ["Grower", "shrink"],
     "headwise.ledger": ["Ledger", "ModelAudit", "verify"],
     "headwise.models": ["Receipt"],
     "headwise.nn": ["GridAttention", "LearnedQuery", "MultiHead"],
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from headwise.examination.monitor import Monitor as Monitor
     from headwise.examination.monitor import MonitorCallback as MonitorCallback
     from headwise.growth import Grower as Grower
+    from headwise.growth import shrink as shrink
     from headwise.ledger import Ledger as Ledger
     from headwise.ledger import ModelAudit as ModelAudit
     from headwise.ledger import verify as verify
@@ -140,22 +141,29 @@ def __dir__() -> list[str]:
 _AUTO = "transformers.models.auto.configuration_auto"
 
 
-def _add_model_type() -> None:
-    """Make AutoConfig read the config.json of a rewritten model."""
+_MODEL_TYPES = {
+    "headwise": "headwise.replacement.install.auto_classes",  # rewritten models
+    "headwise_widths": "headwise.models.widths.resized_models",
+}
 
-    class Config(sys.modules[_AUTO].PreTrainedConfig):
-        model_type = "headwise"
 
-        @classmethod
-        def from_dict(cls, config_dict: dict, **kwargs: object) -> object:
-            module = importlib.import_module("headwise.replacement.install.auto_classes")
-            return module.read_config(config_dict, **kwargs)
+def _add_model_types() -> None:
+    """Make AutoConfig read the config.json of rewritten and of resized models."""
+    for name, reader in _MODEL_TYPES.items():
 
-    sys.modules[_AUTO].CONFIG_MAPPING.register(Config.model_type, Config, exist_ok=True)
+        class Config(sys.modules[_AUTO].PreTrainedConfig):
+            model_type = name
+            module = reader
+
+            @classmethod
+            def from_dict(cls, config_dict: dict, **kwargs: object) -> object:
+                return importlib.import_module(cls.module).read_config(config_dict, **kwargs)
+
+        sys.modules[_AUTO].CONFIG_MAPPING.register(name, Config, exist_ok=True)
 
 
 class _WhenImported:
-    """A finder that finds one module, and calls `_add_model_type` after it was loaded."""
+    """A finder that finds one module, and calls `_add_model_types` after it was loaded."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> object:
@@ -167,13 +175,13 @@ class _WhenImported:
 
             def exec_module(module: object) -> None:
                 load(module)
-                _add_model_type()
+                _add_model_types()
 
             spec.loader.exec_module = exec_module
         return spec
 
 
 if _AUTO in sys.modules:
-    _add_model_type()
+    _add_model_types()
 else:
     sys.meta_path.insert(0, _WhenImported)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headwise.cli import grow_command as grow
+from headwise.cli.widths import grow_command as grow
 from headwise.errors import InputError
 
 QUICK = ["--steps", "48", "--every", "40", "--keys", "16"]

@@ -189,6 +189,11 @@ def _grown(directory: Path, _: str) -> Any:
     return steady_json(directory / "out" / "grow.json"), _digest(directory / "out" / "widths.png")
 
 
+def _narrowed(directory: Path, _: str) -> Any:
+    weights = _digest(directory / "out" / "model.safetensors")
+    return steady_json(directory / "out" / "shrink.json"), weights, steady_json(directory / "out" / "config.json")
+
+
 def _verified(directory: Path, _: str) -> Any:
     return steady_json(directory / "out.json")
 
@@ -314,6 +319,13 @@ SUBJECTS: dict[str, Subject] = {
             ("grow", "--steps", "20", "--every", "10", "--keys", "16", "--json", "-o", "out"),
             _grown,
             other=SEED,
+        ),
+        Subject(
+            "shrink",
+            ("shrink", "{session}/bert", "--random-tokens", "12", "--texts", "4", "--json", "-o", "out"),
+            _narrowed,
+            other=SEED,
+            share=0.6,
         ),
         Subject(
             "verify",

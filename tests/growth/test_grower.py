@@ -112,7 +112,7 @@ def test_growth_without_a_held_out_loss() -> None:
     event = grower.grow(p="auto", heads="auto")
     assert event.changes
     assert event.measured is None
-    assert event.score_step == pytest.approx(0.5)
+    assert event.score_step == pytest.approx(0.5, rel=0.01)  # measured; the step of the search is in the damped metric
     assert model.loss(*HELD).item() < before - 0.01
 
 
@@ -143,7 +143,7 @@ def test_a_registered_metric_ranks_heads_and_joins_the_line_search(registered_me
     grower = observed(model, optimizer)
     assert grower.scores(registered_metric) != grower.scores()
     event = grower.grow(metric=registered_metric, loss=lambda: model.loss(*HELD))
-    assert {"gram", "fisher", "unit", "refit"} == {name for name, _, _ in event.tried}
+    assert {"gram", "fisher", "unit"} == {name for name, _, _ in event.tried}
     event.undo()
     grower = observed(model, optimizer)
     event = grower.grow(p=1, heads=[HEAD], loss=lambda: model.loss(*HELD), solutions=["unit"])
@@ -351,7 +351,7 @@ def test_a_grown_checkpoint_loads_into_a_fresh_model() -> None:
     grower = observed(model, optimizer)
     grower.grow(p=2, heads=[HEAD])
     grower.close()
-    assert grower.layers[HEAD[0]].build.__name__ == "softmax"  # type: ignore[union-attr]
+    assert grower.layers[HEAD[0]].module.build.__name__ == "softmax"  # type: ignore[union-attr]
     fresh = Reader(TASK, width=16, layers=1, heads=2, key_width=2)
     fresh.load_state_dict(model.state_dict())
     assert fresh.get_submodule(HEAD[0]).key_widths == (2, 4)

@@ -11,11 +11,22 @@ from benchmarks.grow_kinds import compare, kinds
 from torch import Tensor
 
 from headwise.errors import NonFiniteError, ShapeError
-from headwise.growth import Factors, Problem, closed_form, refit, shrink
-from headwise.growth.bottleneck import alignment, bottleneck, choose, score
+from headwise.growth import Factors, Problem, closed_form, narrowed, refit
+from headwise.growth.bottleneck import alignment, bottleneck, choose, directions, score
 from headwise.growth.metric import METRICS, root, roots
 from headwise.growth.normal_equations import NormalMap, TokenSequence
-from headwise.growth.solve import alternate, named_solution, predicted_change, score_change, truncate, unconstrained
+from headwise.growth.solve import (
+    LONGEST,
+    alternate,
+    balanced,
+    lengths,
+    named_solution,
+    predicted_change,
+    score_change,
+    truncate,
+    typical_length,
+    unconstrained,
+)
 from headwise.operators.masks import Mask
 
 F64 = torch.float64
@@ -286,7 +297,7 @@ def test_the_bottleneck_falls_with_p_and_is_validated_on_two_halves() -> None:
 def test_shrinking_drops_the_direction_that_changes_the_scores_least() -> None:
     torch.manual_seed(0)
     case, truth = problem(0, k=4)
-    fewer = shrink(case, 1)
+    fewer = narrowed(case, 1)
     assert fewer.width == 3
     # no other rank-3 product is nearer in the metric
     q, k = (root(g) for g in (case.gram_q, case.gram_k))
@@ -298,7 +309,7 @@ def test_shrinking_drops_the_direction_that_changes_the_scores_least() -> None:
         torch.cat([case.present.wk, torch.zeros(7, 1, dtype=F64)], -1),
     )
     wide = Problem(case.folds, case.shares, idle, case.gram_q, case.gram_k)
-    same = shrink(wide, 1)
+    same = narrowed(wide, 1)
     change = float(truth["loss"](same.product())) - float(truth["loss"](case.present.product()))
     assert abs(change) < 1e-8
     assert predicted_change(wide, same) == pytest.approx(change, abs=1e-8)
@@ -311,7 +322,7 @@ def test_errors_name_the_sizes() -> None:
     with pytest.raises(ShapeError, match="p must be at least 1, but is 0"):
         closed_form(case, 0)
     with pytest.raises(ShapeError, match="can lose between 1 and 1 dimensions, not p = 2"):
-        shrink(case, 2)
+        narrowed(case, 2)
     with pytest.raises(NonFiniteError, match="gradient of the scores has non-finite entries"):
         Problem(case.folds * math.nan, case.shares, case.present, case.gram_q, case.gram_k)
     with pytest.raises(ShapeError, match="axis 'd_k' must agree"):
@@ -323,3 +334,29 @@ def test_errors_name_the_sizes() -> None:
         closed_form(single, 1, metric="fisher")
     with pytest.raises(ShapeError, match="refit needs stored sequences"):
         refit(single, 1)
+
+
+def test_new_directions_are_balanced_like_the_present_ones_and_not_longer_than_half_of_them() -> None:
+    case, _ = problem(5)
+    present, path = case.present.double(), closed_form(case, 2)
+    old_q, old_k = lengths(present)
+    ratio = float((old_q.square().mean() / old_k.square().mean()).sqrt())
+    for eta in (1e-6, 1.0, 1e6):
+        grown = path.at(eta / path.unit)
+        q, k = (x[present.width :] for x in lengths(grown))
+        assert torch.allclose(q / k, torch.full_like(q, ratio))
+        assert float((q * k).amax()) <= LONGEST * typical_length(present) * (1 + 1e-9)
+    assert float((q * k).amin()) == pytest.approx(LONGEST * typical_length(present))  # each is cut
+    raw = Factors(torch.randn(1, 8, 3, dtype=F64), torch.randn(7, 3, dtype=F64))
+    assert torch.allclose(balanced(raw, present).product(), raw.product())  # without a limit scores do not change
+
+
+def test_auto_may_more_than_double_the_width() -> None:
+    """Five directions agree on both halves of the data; a head of width 1 may take all there is room for."""
+    torch.manual_seed(0)
+    d, wanted = 12, 5
+    m = torch.randn(d, wanted, dtype=F64) @ torch.randn(wanted, d, dtype=F64)
+    present = Factors(torch.randn(1, d, 1, dtype=F64), torch.randn(d, 1, dtype=F64))
+    folds = torch.stack([m + 1e-3 * torch.randn(d, d, dtype=F64) for _ in range(4)]).unsqueeze(1)
+    case = Problem(folds, torch.ones(4), present, torch.eye(d, dtype=F64), torch.eye(d, dtype=F64))
+    assert directions(case) in (wanted, wanted - 1)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.growth.layers.watch import ObservedPass, Watch, augmented
 from headwise.growth.normal_equations import NormalMap
 from headwise.growth.statistics import LayerStatistics
-from headwise.growth.watch import ObservedPass, Watch, augmented
 from headwise.nn import MultiHead, head_slices
 from headwise.operators import AttentionOperator
 from headwise.operators.softmax import softmax

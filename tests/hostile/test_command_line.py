@@ -212,6 +212,7 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
     from headwise.bench.clock import Times, Timing
     from headwise.bench.peers import LayerTimes
     from headwise.bench.scaling import Scaling
+    from headwise.growth.shrinking import Shrinking
     from headwise.models.receipt import Receipt
     from headwise.operators._kernels.native.kernel_cache import BuildRecord
     from headwise.replacement.model_comparison import ModelDifference
@@ -222,6 +223,7 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
         "tiny", 1, 1, Choice("softmax").cost(12, 8, False), Choice("uniform").cost(12, 8, False), 0.1, 1.0
     )
     difference = ModelDifference("a", "b", "cosine", [0.1], [0.1], [0.1], {"uniform": 8})
+    narrowed = Shrinking({"a": (8, 4)}, "1 - cosine", (0.1,), (32, 16), 32)
     layers = [LayerTimes("softmax", 8, Times(timing, timing), "", (float("nan"), float("nan")))]
     for name, result in {
         "headwise.examination.examine": results["examination"],
@@ -238,6 +240,7 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
         "headwise.ledger.verify": results["ledger"],
         "headwise.ledger.claim_figures.draw": None,
         "headwise.growth.demo.train_and_grow": results["snapshots"],
+        "headwise.growth.shrinking.shrink": (tiny()[0], narrowed),
         "headwise.cli.tour_command.measure_operators": results["operators"],
         "headwise.cli.tour_command.check_symmetries": results["symmetries"],
         "headwise.bench.scaling.measure_scaling": Scaling({}),
@@ -248,7 +251,7 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
         put(name, lambda *args, result=result, **options: result)
     record = BuildRecord("g++", "g++ 12", 1.0, "now", None, "g++ ended with 1: it printed nothing")
     put("headwise.operators._kernels.native.kernel_build.build", lambda **options: record)
-    put("headwise.cli.grow_command._draw_widths", lambda path, snapshots: path.touch())
+    put("headwise.cli.widths.grow_command._draw_widths", lambda path, snapshots: path.touch())
     for name in (
         "headwise.replacement.planning.trade_off_figure.draw",
         "headwise.cli.tour_command.draw",

@@ -50,7 +50,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("headwise.cli.compare_command", "differences between two examinations, or between two models"),
     "monitor": ("headwise.cli.monitor_command", "what a Monitor measured during training, as a page"),
     "verify": ("headwise.cli.verify_command", "does a model keep its promises; do papers' claims about attention hold"),
-    "grow": ("headwise.cli.grow_command", "train a small model that widens queries and keys where they are too narrow"),
+    "grow": (
+        "headwise.cli.widths.grow_command",
+        "train a small model that widens heads where they are too narrow",
+    ),
+    "shrink": (
+        "headwise.cli.widths.shrink_command",
+        "drop query/key dimensions that matter least",
+    ),
     "plan": ("headwise.cli.plan_command", "the cheapest operator for every head within a tolerance"),
     "rewrite": ("headwise.cli.rewrite_command", "replace attention heads as a plan says, with a receipt"),
     "convert": ("headwise.cli.convert_command", "convert convolutions to attention, with a receipt"),

@@ -38,7 +38,8 @@ from headwise.errors import DtypeError, HeadwiseError, InputError, ShapeError, U
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.base import AttentionOperator
 from headwise.operators.linear.nystrom import Nystrom
-from headwise.operators.masks import share_between_heads, supported
+from headwise.operators.mask_support import supported
+from headwise.operators.masks import share_between_heads
 from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.hashed import Hashed
 from headwise.shapes import are_tensors, broadcast_batch, same_axis, same_kind, shown, truth_values

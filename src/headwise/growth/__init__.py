@@ -4,7 +4,8 @@ from headwise.growth.grower import Grower
 from headwise.growth.growth_event import GrowthEvent, HeadGrowth, HeadScore
 from headwise.growth.metric import Metric, register_metric
 from headwise.growth.problem import Factors, Problem
-from headwise.growth.solve import Solution, WeightPath, closed_form, refit, shrink
+from headwise.growth.shrinking import Shrinking, shrink
+from headwise.growth.solve import Solution, WeightPath, closed_form, narrowed, refit
 
 __all__ = [
     "Factors",
@@ -14,9 +15,11 @@ __all__ = [
     "HeadScore",
     "Metric",
     "Problem",
+    "Shrinking",
     "Solution",
     "WeightPath",
     "closed_form",
+    "narrowed",
     "refit",
     "register_metric",
     "shrink",

@@ -98,8 +98,8 @@ def rank(problems: Mapping[HeadKey, Problem], metric: str = "gram") -> list[Head
 
 
 def directions(problem: Problem, metric: str = "gram") -> int:
-    """How many new dimensions both halves of the data agree on; at most as many as the head has, and has room for."""
-    most = min(problem.present.width, problem.width_limit() - problem.present.width)
+    """How many new dimensions both halves of the data agree on; at most as many as the head has room for."""
+    most = problem.width_limit() - problem.present.width
     if most < 1:
         return 0
     agreed = alignment(problem, most, metric) >= AGREEMENT

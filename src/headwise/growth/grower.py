@@ -22,19 +22,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
-from headwise.errors import InputError, NonFiniteError
+from headwise.errors import InputError, NonFiniteError, UnsupportedError
 from headwise.growth.bottleneck import HeadKey, bottleneck, choose, rank
 from headwise.growth.growth_event import GrowthEvent, HeadGrowth, HeadScore
-from headwise.growth.head_weights import by_layer, factors, install_all, parameters
+from headwise.growth.layers.growable import check_unsharded, growing_layers, register_parameters
+from headwise.growth.layers.growing_layer import GrowingLayer, PassWatch
+from headwise.growth.layers.head_weights import by_layer, install_all
+from headwise.growth.layers.transformers_layer import TransformersLayer
 from headwise.growth.line_search import Loss, SearchPoint, measure, search, trusted_step
-from headwise.growth.metric import DAMPING, root, roots
-from headwise.growth.optimizer_state import PACE, ExchangedState, calibrate, exchange, holds
+from headwise.growth.metric import DAMPING, METRICS, root, roots
+from headwise.growth.optimizer_state import PACE, ExchangedState, calibrate, exchange
 from headwise.growth.problem import Factors, Problem
-from headwise.growth.solve import Solution, predicted_change, preserving, score_change, shrink, solution_names
+from headwise.growth.solve import Solution, narrowed, predicted_change, preserving, score_change
 from headwise.growth.statistics import LayerStatistics, world_size
-from headwise.growth.watch import Watch
-from headwise.nn.multihead import MultiHead
 
 LEAST_GAIN = 0.01
 """Share of the held-out loss: an automatic growth that gains less is not made."""
@@ -42,19 +44,27 @@ LEAST_GAIN = 0.01
 
 @final
 class Grower:
-    """Watches every trainable MultiHead of `model`, and widens heads where their query/key width limits the loss.
+    """Watches the attention of `model`, and widens heads where their query/key width limits the loss.
 
-    `rows`    query rows per sequence and batch whose scores are differentiated (drawn at random); None for all
-    `memory`  bytes of tokens stored per layer for the refit and the Fisher metric; Gram matrices beyond are clustered
-    `pace`    how much faster than old directions new ones start, under optimizers such as Adam (optimizer_state.py)
-    `group`   the processes that train together; statistics are reduced over them, so that all grow the same weights
+    Layers that can grow are every trainable `MultiHead`, and in a model of transformers every attention module that
+    calls its attention interface (models/widths); heads that share keys grow together, and are named by their key head.
+
+    `optimizer`  the one, or all, that the model is trained with; each parameter is in one of them
+    `averages`   torch.optim.swa_utils.AveragedModel copies of the model, which grow with it
+    `probe`      a batch on which attention modules of transformers are found, if inputs are neither ids nor images
+    `rows`       query rows per sequence and batch whose scores are differentiated (drawn at random); None for all
+    `memory`     bytes of tokens stored per layer for refit and Fisher metric; Gram matrices beyond are clustered
+    `pace`       how much faster than old directions new ones start, under optimizers such as Adam (optimizer_state.py)
+    `group`      the processes that train together; statistics are reduced over them, so that all grow the same weights
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
+        averages: Sequence[AveragedModel] = (),
+        probe: dict[str, Any] | None = None,
         rows: int | None = 32,
         memory: int = 1 << 26,
         folds: int = 4,
@@ -63,31 +73,20 @@ class Grower:
     ) -> None:
         self.wrapper = model if isinstance(model, DistributedDataParallel) else None
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        self.optimizer, self.group, self.pace = optimizer, group, pace
+        self.optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        self.group, self.pace = group, pace
         if not pace > 0:
             raise InputError(f"Grower: pace must be above 0, but is {pace}; 1 is the pace of old directions")
         self._options: dict[str, Any] = {"rows": rows, "memory": memory, "folds": folds}
-        self.layers = {
-            name.removeprefix("_orig_mod."): module
-            for name, module in self.model.named_modules()
-            if isinstance(module, MultiHead) and module.query.weight.requires_grad and module.key.weight.requires_grad
-        }
-        if not self.layers:
-            raise InputError(
-                "Grower: the model has no trainable MultiHead layer; convert its attention with MultiHead.from_torch "
-                "or headwise.models.adopt first"
-            )
+        check_unsharded(self.model)
+        self.layers = growing_layers(self.model, probe)
+        self.averages = [growing_layers(copy.module, probe) for copy in averages]
         for name, layer in self.layers.items():
-            for (part, kind), parameter in parameters(layer).items():
-                if parameter.requires_grad and not holds(optimizer, parameter):
-                    raise InputError(
-                        f"Grower: the optimizer does not hold {name}.{part}.{kind}, so a grown one would never be "
-                        "trained; make the optimizer from model.parameters(), or freeze the layer to leave it out"
-                    )
-        self._watches: dict[str, Watch] = {}
+            register_parameters(name, layer, self.optimizers)
+        self._watches: dict[str, PassWatch] = {}
         try:
             for name, layer in self.layers.items():
-                self._watches[name] = Watch(name, layer)
+                self._watches[name] = layer.watch(name)
         except BaseException:
             self.close()
             raise
@@ -113,7 +112,7 @@ class Grower:
         for name, observed in passes:
             LayerStatistics.check(observed, name)  # all are checked before any is added
         for name, observed in passes:
-            self.statistics[name].add(observed, bias=self.layers[name].query.bias is not None, scale=scale)
+            self.statistics[name].add(observed, bias=self.layers[name].bias, scale=scale)
 
     def scores(self, metric: str = "gram") -> list[HeadScore]:
         """Every head's bottleneck in a registered metric, the highest first."""
@@ -133,14 +132,14 @@ class Grower:
         `loss` returns the loss on data held out from `observe`; it is called about ten times per solution, in
         evaluation mode and from one random state.  Without it the first solution is taken at a small trusted step.
         `metric` is the registered metric in which heads and dimensions are chosen.  `solutions` are tried in turn, by
-        name or as functions: by default the closed form in every registered metric, and a refit of all weights.
+        name or as functions: by default the closed form in every registered metric; "refit" computes all weights anew.
         """
         problems = self._problems()
         widths = choose(problems, p, heads, metric)
         if not widths:
             return GrowthEvent((), "no head has a direction that two halves of the data agree on")
         chosen = {key: problems[key] for key in widths}
-        requested = solution_names() if solutions is None else solutions
+        requested = list(METRICS) if solutions is None else solutions
         if loss is None:
             return self._commit(chosen, trusted_step(chosen, widths, requested[0]), None)
         before = self._measured(loss, "before growth")
@@ -162,16 +161,20 @@ class Grower:
         return self._commit(chosen, best, before)
 
     def shrink(self, p: int, heads: Sequence[HeadKey], *, loss: Loss | None = None) -> GrowthEvent:
-        """Drop the p directions of each head whose removal changes its scores least."""
+        """Drop the p directions of each head whose removal changes its scores least; heads of MultiHead layers only."""
+        foreign = next((name for name, _ in heads if isinstance(self.layers.get(name), TransformersLayer)), None)
+        if foreign is not None:
+            raise UnsupportedError(
+                f"shrink: {foreign} is a module of transformers; use headwise.shrink(model, batches)"
+            )
         problems = self._problems()
         for key in heads:
             if key not in problems:
                 raise InputError(f"shrink: there is no head {key!r} with statistics; observe() a batch first")
         chosen = {key: problems[key] for key in heads}
-        weights = {key: shrink(problem, p) for key, problem in chosen.items()}
+        weights = {key: narrowed(problem, p) for key, problem in chosen.items()}
         before = None if loss is None else self._measured(loss, "before shrinking")
-        tau = sum(score_change(chosen[key], w) ** 2 for key, w in weights.items()) ** 0.5
-        return self._commit(chosen, SearchPoint("shrink", weights, tau, float("nan")), before, loss)
+        return self._commit(chosen, SearchPoint("shrink", weights, math.nan, math.nan), before, loss)
 
     def _measured(self, loss: Loss, when: str) -> float:
         """The held-out loss; NonFiniteError if no comparison with it means anything."""
@@ -196,12 +199,18 @@ class Grower:
         count = sum(p.numel() for p in self.model.parameters())
         changes = tuple(_head_growth(key, chosen[key], weights[key]) for key in weights)
         predicted = sum(predicted_change(chosen[key], weights[key]) for key in weights)
-        calibrated = by_layer({key: calibrate(chosen[key], weights[key], self.pace) for key in weights})
+        moved = math.sqrt(sum(score_change(chosen[key], weights[key]) ** 2 for key in weights))
+        calibrated = by_layer(
+            {key: calibrate(self.layers[key[0]], chosen[key], weights[key], self.pace) for key in weights}
+        )
+        for name, layer in ((name, copy[name]) for copy in self.averages for name in by_layer(weights)):
+            layer.scaling = self.layers[name].scaling
+        averaged = [install_all(copy, _averaged(copy, chosen, weights)) for copy in self.averages]
         installed = install_all(self.layers, weights)
         exchanged: list[ExchangedState] = []
 
         def restore() -> None:
-            for one in (*exchanged, *installed.values()):
+            for one in (*exchanged, *installed.values(), *(x for copy in averaged for x in copy.values())):
                 one.undo()
 
         def undo() -> None:
@@ -211,7 +220,7 @@ class Grower:
         try:
             self._broadcast(list(installed))
             for name, one in installed.items():
-                exchanged.append(exchange(self.optimizer, one, calibrated[name]))
+                exchanged.append(exchange(self.optimizers, one, calibrated[name]))
             after = point.loss if loss is None else self._measured(loss, "after shrinking")
         except BaseException:
             restore()
@@ -222,7 +231,7 @@ class Grower:
             changes,
             "requested" if point.solution == "shrink" else "the present width limits the loss",
             point.solution,
-            point.tau,
+            moved,
             predicted,
             before,
             None if before is None else after,
@@ -251,16 +260,17 @@ class Grower:
             shares = statistics.shares
             # a fold without data stays zero, and has no weight
             folds = statistics.folds / shares.where(shares > 0, torch.ones_like(shares))[:, None, None, None]
-            for head in range(self.layers[name].heads):
+            layer = self.layers[name]
+            for head, present in enumerate(layer.factors(statistics)):
                 problems[name, head] = Problem(
-                    folds[:, head : head + 1],
+                    folds[:, head * layer.group : (head + 1) * layer.group],
                     shares,
-                    factors(self.layers[name], head),
+                    present,
                     gram_q,
                     gram_k,
                     statistics.stored,
                     statistics.clusters,
-                    statistics.biased,
+                    statistics.biased or statistics.own is not None,
                     layer_roots,
                 )
         if not problems:
@@ -272,7 +282,7 @@ class Grower:
     def _broadcast(self, names: Sequence[str]) -> None:
         """Rank 0's weights everywhere: equal statistics give equal weights only on equal machines."""
         if world_size(self.group) > 1:
-            for parameter in (x for name in names for x in parameters(self.layers[name]).values()):
+            for parameter in (x for name in names for x in self.layers[name].parameters().values()):
                 dist.broadcast(parameter.data, 0, group=self.group)
 
     def _retire_wrapper(self) -> None:
@@ -292,7 +302,7 @@ class Grower:
         """Watch nothing until `resume`: forward passes keep no reference to their tensors."""
         for watch in self._watches.values():
             watch.paused = True
-            watch.passes.clear()
+            watch.forget()
 
     def resume(self) -> None:
         for watch in self._watches.values():
@@ -302,21 +312,28 @@ class Grower:
         """Forget all statistics."""
         self._reduced = False
         for name, layer in self.layers.items():
-            weight = layer.query.weight
-            self.statistics[name] = LayerStatistics(
-                layer.heads,
-                layer.width + (layer.query.bias is not None),
-                layer.context_widths[0],
-                dtype=weight.dtype,
-                device=weight.device,
-                **self._options,
-            )
+            self.statistics[name] = layer.statistics(**self._options)
 
     def close(self) -> None:
         """Remove every hook from the model."""
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
+
+
+def _averaged(
+    layers: Mapping[str, GrowingLayer], chosen: Mapping[HeadKey, Problem], weights: Mapping[HeadKey, Factors]
+) -> dict[HeadKey, Factors]:
+    """The weights for an average of the model: its own old directions where the model keeps its own, and new ones."""
+    new = {}
+    for (name, head), grown in weights.items():
+        present = chosen[name, head].present
+        k = present.width
+        if torch.equal(grown.wk[:, :k], present.wk.double()):
+            own = layers[name].own_factors(head, present)
+            grown = own.beside(Factors(grown.wq[..., k:], grown.wk[:, k:]))
+        new[name, head] = grown
+    return new
 
 
 def _head_growth(key: HeadKey, problem: Problem, grown: Factors) -> HeadGrowth:

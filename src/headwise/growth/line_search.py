@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, InputError, NonFiniteError
 from headwise.growth.bottleneck import HeadKey
-from headwise.growth.head_weights import by_layer, install_all
+from headwise.growth.layers.growing_layer import GrowingLayer
+from headwise.growth.layers.head_weights import by_layer, install_all
 from headwise.growth.problem import Factors, Problem
 from headwise.growth.solve import Solution, WeightPath, named_solution
 from headwise.growth.statistics import world_size
 from headwise.models.run import as_it_was
-from headwise.nn.multihead import MultiHead
 from headwise.random_state import seeded
 
 STEPS = tuple(0.1 * 2.0**i for i in range(9))
@@ -84,7 +84,7 @@ def trusted_step(
 
 def search(
     model: nn.Module,
-    layers: Mapping[str, MultiHead],
+    layers: Mapping[str, GrowingLayer],
     problems: Mapping[HeadKey, Problem],
     widths: Mapping[HeadKey, int],
     solutions: Sequence[str | Solution],
@@ -119,7 +119,7 @@ def _paths(
 
 
 def _best_point(
-    layers: Mapping[str, MultiHead],
+    layers: Mapping[str, GrowingLayer],
     name: str,
     paths: Mapping[HeadKey, WeightPath],
     unit: float,

@@ -9,23 +9,21 @@ is what the running means would hold had the rows been there.  They have further
 trained, so v is divided by pace^2: new rows start `pace` times as fast, and slow down as v forgets how it began.
 Zeros under an old step counter are faster still, by as much as (1 - beta_1) / sqrt(1 - beta_2) = 3.2 learning rates at
 once in an old optimizer and less in a young one; a rebuilt optimizer forgets the rest.
-The optimizer object, its groups and its schedulers stay; only the tensors inside are replaced.
+The optimizer, its groups, its schedulers and the Parameters stay; only the tensors of its state are replaced.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import InputError
-from headwise.growth.head_weights import InstalledWeights, ParameterName
+from headwise.growth.layers.growing_layer import GrowingLayer, ParameterName
+from headwise.growth.layers.head_weights import InstalledWeights
 from headwise.growth.problem import Factors, Problem
-from headwise.nn.ragged_heads import head_slices
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 MEANS = ("exp_avg", "momentum_buffer", "grad_avg")
@@ -38,104 +36,118 @@ better at the first two; zeros are better still at those and worse at the last."
 @final
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Mean and mean square of a batch's gradient, as rows of each parameter of one head."""
+    """Mean and mean square of a batch's gradient, as rows of each parameter of one key head."""
 
     mean: dict[ParameterName, Tensor]
     square: dict[ParameterName, Tensor]
-    old_rows: int  # rows, from the first, that are the old ones
+    old: dict[ParameterName, Tensor]  # boolean: which of the rows are the old ones, in their old order
     stretch: float  # factor by which the old query rows were multiplied
     pace: float
 
 
-def calibrate(problem: Problem, grown: Factors, pace: float = PACE) -> Calibration:
-    """From M on each fold: dL/dW_q = -M W_k, dL/dW_k = -M^T W_q, brought to the layer's own scale."""
+def calibrate(layer: GrowingLayer, problem: Problem, grown: Factors, pace: float = PACE) -> Calibration:
+    """From M on each fold: dL/dW_q = -M W_k, dL/dW_k = -sum_g M^T W_q, brought to the layer's own scale."""
     k, width = problem.present.width, grown.width
     nonempty = problem.shares > 0
-    m, shares = problem.folds[nonempty, 0].double(), problem.shares[nonempty].double()
-    mean_q, square_q = _mean_and_square(-(m @ grown.wk).mT / math.sqrt(width), shares)  # (f, k', d_q)
-    mean_k, square_k = _mean_and_square(-(m.mT @ grown.wq[0]).mT, shares)
+    m, shares = problem.folds[nonempty].double(), problem.shares[nonempty].double()
+    unit = layer.unit(width)
+    mean_q, square_q = _mean_and_square(-(m @ grown.wk) / unit, shares)  # (g, d_q, k')
+    mean_k, square_k = _mean_and_square(-(m.mT @ grown.wq).sum(1), shares)  # (d_k, k')
     same = width >= k and torch.equal(grown.wk[:, :k], problem.present.wk.double())
     same = same and torch.equal(grown.wq[..., :k], problem.present.wq.double())
-
-    def split(q: Tensor, key: Tensor) -> dict[ParameterName, Tensor]:
-        zero = torch.zeros_like(key[:, 0])
-        return {("query", "weight"): q, ("query", "bias"): q[:, -1], ("key", "weight"): key, ("key", "bias"): zero}
-
+    names = layer.parameters()
     # after a refit or a shrinking all directions are mixed anew, and none of them is younger than the others
-    old_rows, pace = (k, pace) if same else (0, 1.0)
-    return Calibration(split(mean_q, mean_k), split(square_q, square_k), old_rows, math.sqrt(width / k), pace)
+    is_old = (torch.arange(width, device=m.device) < (k if same else 0)).to(mean_k)
+    rows = {name: layer.rows(is_old.expand_as(mean_q), is_old.expand_as(mean_k), name) for name in names}
+    if ("key", "bias") in rows:
+        rows["key", "bias"] = is_old
+    return Calibration(
+        {name: layer.rows(mean_q, mean_k, name) for name in names},
+        {name: layer.rows(square_q, square_k, name) for name in names},
+        {name: (x if x.dim() == 1 else x[:, 0]) > 0 for name, x in rows.items()},
+        unit / layer.unit(k),
+        pace if same else 1.0,
+    )
 
 
 def _mean_and_square(g: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    weights = (shares / shares.sum())[:, None, None]
+    """Over folds (f, …, d, k'); few folds say little about one entry: half of the square is its direction's average."""
+    weights = (shares / shares.sum()).reshape(-1, *(1,) * (g.dim() - 1))
     mean = (weights * g).sum(0)
     spread = (weights * (g - mean).square()).sum(0)
     noise = spread * (len(g) / max(1, len(g) - 1)) * shares.mean()
     square = mean.square() + noise
-    # few folds say little about one entry: half of the estimate is the row's own average
-    return mean, (square + square.mean(-1, keepdim=True)) / 2
+    return mean, (square + square.mean(-2, keepdim=True)) / 2
 
 
-def holds(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
-    return any(parameter is p for group in optimizer.param_groups for p in group["params"])
+def holders(optimizers: Sequence[torch.optim.Optimizer], parameter: nn.Parameter) -> list[torch.optim.Optimizer]:
+    """The optimizers that hold a parameter."""
+    return [o for o in optimizers if any(parameter is p for group in o.param_groups for p in group["params"])]
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ExchangedState:
-    """Which parameters took whose place in the optimizer, and the state that was there."""
+    """The state of parameters before it was resized."""
 
-    optimizer: torch.optim.Optimizer
-    before: list[tuple[nn.Parameter, nn.Parameter, dict[str, Any]]]  # (old, new, state of the old one)
+    before: list[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Any]]]
 
     def undo(self) -> None:
-        for old, new, state in self.before:
-            _swap(self.optimizer, new, old)
-            self.optimizer.state.pop(new, None)
+        for optimizer, parameter, state in self.before:
+            optimizer.state.pop(parameter, None)
             if state:
-                self.optimizer.state[old] = state
+                optimizer.state[parameter] = state
 
 
 def exchange(
-    optimizer: torch.optim.Optimizer, installed: InstalledWeights, calibrated: Mapping[int, Calibration]
+    optimizers: Sequence[torch.optim.Optimizer], installed: InstalledWeights, calibrated: Mapping[int, Calibration]
 ) -> ExchangedState:
-    """Put the new parameters in the place of the old ones, with state that fits them; all of them, or none."""
-    exchanged = ExchangedState(optimizer, [])
+    """Resize the state of every parameter of a layer whose weights were installed; of all of them, or of none."""
+    exchanged = ExchangedState([])
     try:
-        for name, old in installed.before.items():
-            if not holds(optimizer, old):
-                if old.requires_grad:
-                    raise InputError(
-                        f"Grower: the optimizer does not hold {'.'.join(name)}; make it from model.parameters()"
-                    )
-                continue
-            state, new = dict(optimizer.state.get(old, {})), installed.after[name]
-            resized = _resized_state(state, name, installed, calibrated)
-            exchanged.before.append((old, new, state))
-            optimizer.state.pop(old, None)
-            _swap(optimizer, old, new)
-            if resized:
-                optimizer.state[new] = resized
+        for name, parameter in installed.layer.parameters().items():
+            for optimizer in holders(optimizers, parameter):
+                state = dict(optimizer.state.get(parameter, {}))
+                known = state or _state_like_others(optimizer, parameter, installed.before[name])
+                resized = _resized_state(known, name, parameter, installed, calibrated)
+                exchanged.before.append((optimizer, parameter, state))
+                optimizer.state.pop(parameter, None)
+                if resized:
+                    optimizer.state[parameter] = resized
     except BaseException:
         exchanged.undo()
         raise
     return exchanged
 
 
-def _swap(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
-    for group in optimizer.param_groups:
-        group["params"] = [new if p is old else p for p in group["params"]]
+def _state_like_others(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, old: Tensor) -> dict[str, Any]:
+    """State for a parameter without rows until now: entries and step counter as others of its group have."""
+    group = next(g for g in optimizer.param_groups if any(parameter is p for p in g["params"]))
+    other = next((p for p in group["params"] if optimizer.state.get(p)), None)
+    if old.numel() or other is None:
+        return {}
+    entries = optimizer.state[other].items()
+    return {
+        key: x if not isinstance(x, Tensor) else x.clone() if x.dim() == 0 else x.new_zeros(old.shape)
+        for key, x in entries
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape == other.shape
+    }
 
 
 def _resized_state(
-    state: dict[str, Any], name: ParameterName, installed: InstalledWeights, calibrated: Mapping[int, Calibration]
+    state: dict[str, Any],
+    name: ParameterName,
+    parameter: nn.Parameter,
+    installed: InstalledWeights,
+    calibrated: Mapping[int, Calibration],
 ) -> dict[str, Any]:
     tensors = {key: x for key, x in state.items() if isinstance(x, Tensor) and x.dim() > 0}
     if any(x.shape != installed.before[name].shape for x in tensors.values()):
         return {}  # factored state (Adafactor) has no rows to keep: the optimizer starts it anew
-    slices = list(zip(head_slices(installed.widths), head_slices(installed.layer.key_widths), strict=True))
+    layer = installed.layer
+    slices = list(zip(layer.slices(name, installed.widths), layer.slices(name, layer.key_widths), strict=True))
     for key, x in tensors.items():
-        rows = x.new_zeros(installed.after[name].shape)
+        rows = x.new_zeros(parameter.shape)
         for head, (source, target) in enumerate(slices):
             known = head in calibrated
             rows[target] = _head_rows(key, x[source], rows[target], calibrated[head], name) if known else x[source]
@@ -146,20 +158,16 @@ def _resized_state(
 def _head_rows(key: str, old: Tensor, new: Tensor, calibration: Calibration, name: ParameterName) -> Tensor:
     fresh = torch.zeros_like(new)
     if key in MEANS:
-        fresh = _like(new, calibration.mean[name])
+        fresh = calibration.mean[name].to(new, copy=True)
     elif key in SQUARES:
-        fresh = _like(new, calibration.square[name])
+        fresh = calibration.square[name].to(new, copy=True)
         # a row without gradient yet (its partner is zero) takes the average of the old rows
         zero = (fresh.flatten(1).sum(1) if fresh.dim() > 1 else fresh) == 0
-        fresh[zero] = old.mean()
+        fresh[zero] = old.mean() if old.numel() else 0.0
         fresh /= calibration.pace**2
-    if calibration.old_rows:
+    kept = calibration.old[name]
+    if bool(kept.any()):
         stretch = calibration.stretch if name[0] == "query" else 1.0
         power = 2 if key in SQUARES else 1
-        fresh[: calibration.old_rows] = old[: calibration.old_rows] / stretch**power
+        fresh[kept] = old / stretch**power
     return fresh
-
-
-def _like(new: Tensor, rows: Tensor) -> Tensor:
-    """`rows` in the dtype and shape of `new`; rows of W_q carry the bias in their last column, which a weight omits."""
-    return (rows[:, : new.shape[1]] if new.dim() > 1 else rows).to(new, copy=True)

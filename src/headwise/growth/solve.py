@@ -6,8 +6,9 @@ R = U Sigma V^T (bottleneck.py) the closed form in a metric (G_q, G_k) adds
     W_q^new = sqrt(eta) G_q^(-1/2) U_p Sigma_p^(1/2),   W_k^new = sqrt(eta) G_k^(-1/2) V_p Sigma_p^(1/2),
 
 which change S by eta ||Sigma_p|| and the loss by -eta sum sigma_i^2 to first order; eta = 0 preserves the function and
-old weights stay.  `refit` replaces all weights of the head.  Burgund, "Attention growing networks" (with a minus sign
-where that report prints a plus); derived in docs/explanation/growth-derivation.md.  Pure functions, float64 inside.
+old weights stay.  New directions become at most as long as `LONGEST` says.  `refit` replaces all weights of the head.
+Burgund, "Attention growing networks" (with a minus sign where that report prints a plus); derived in
+docs/explanation/growth-derivation.md.  Pure functions, float64 inside.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ ENOUGH = 1e-3
 """Tolerance of the inner solves when a model grows: the step is searched for anyway."""
 
 
+LONGEST = 0.5
+"""Of the length |w_q| |w_k| of the present directions: how long a new one may be made at once.
+
+The step with the lowest loss at once is several times as long, above all where k is 1 and one new direction has to
+stand for all that are missing.  An optimizer moves weights by about its learning rate, so a long direction hardly turns
+any more: 200 steps later it is behind one that was started short (docs/explanation/growth.md)."""
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class WeightPath:
@@ -49,7 +58,7 @@ Solution = Callable[[Problem, int], WeightPath]
 
 
 def solution_names() -> list[str]:
-    """The solutions that the line search tries: the closed form in every registered metric, and `refit`."""
+    """The solutions that have a name: the closed form in every registered metric, and `refit`."""
     return [*METRICS, "refit"]
 
 
@@ -72,12 +81,39 @@ def closed_form(problem: Problem, p: int, metric: str = "gram") -> WeightPath:
     wq = limits.left @ (u[:, :p] * half).reshape(g, dq, p)
     wk = limits.right @ (vh[:p].mT * half)
     present = problem.present.double()
+    longest = LONGEST * typical_length(present)
 
     def at(eta: float) -> Factors:
         step = math.sqrt(eta)
-        return present.beside(Factors(step * wq, step * wk))
+        return present.beside(balanced(Factors(step * wq, step * wk), present, longest))
 
     return WeightPath(at, at, float(s[:p].square().sum().sqrt()))
+
+
+def lengths(weights: Factors) -> tuple[Tensor, Tensor]:
+    """|w_q| and |w_k| of every direction, (k,) each, in the coordinates of the weights."""
+    return weights.wq.square().sum((0, 1)).sqrt(), weights.wk.square().sum(0).sqrt()
+
+
+def typical_length(present: Factors) -> float:
+    """The mean of |w_q| |w_k| over the present directions; infinite if all are zero."""
+    q, k = lengths(present)
+    product = (q * k)[q * k > 0]
+    return float(product.mean()) if len(product) else math.inf
+
+
+def balanced(new: Factors, present: Factors, longest: float = math.inf) -> Factors:
+    """The same directions with |w_q| / |w_k| as in the present ones, and |w_q| |w_k| at most `longest`.
+
+    The closed form divides length between queries and keys by the metric, an optimizer knows only the weights.
+    """
+    (q, k), (old_q, old_k) = lengths(new), lengths(present)
+    ratio = (old_q.square().mean() / old_k.square().mean()).sqrt()
+    turn = (ratio * k / q).sqrt()
+    turn = turn.where(turn.isfinite() & (turn > 0), torch.ones_like(turn))
+    short = (longest / (q * k)).clamp(max=1).sqrt()
+    short = short.where(short.isfinite(), torch.ones_like(short))
+    return Factors(new.wq * turn * short, new.wk / turn * short)
 
 
 def preserving(problem: Problem, p: int) -> WeightPath:
@@ -173,7 +209,7 @@ def truncate(z: Tensor, rank: int, q: Root, k: Root) -> Factors:
     return Factors(q.inverse @ (u[:, :rank] * half).reshape(g, dq, -1), k.inverse @ (vh[:rank].mT * half))
 
 
-def shrink(problem: Problem, p: int) -> Factors:
+def narrowed(problem: Problem, p: int) -> Factors:
     """The weights with p directions fewer whose scores are nearest to the present ones in the data's metric."""
     width = problem.present.width
     if not 1 <= p < width:

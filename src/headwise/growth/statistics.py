@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headwise.errors import NonFiniteError
+from headwise.growth.layers.own_projections import OwnProjections
+from headwise.growth.layers.watch import CHUNK, ObservedPass, augmented, score_gradients
 from headwise.growth.normal_equations import GramCluster, NormalMap, TokenSequence, visible_rows
-from headwise.growth.watch import CHUNK, ObservedPass, augmented, score_gradients
 from headwise.operators.masks import Mask
 
 CLUSTERS = 16
@@ -62,6 +63,7 @@ class LayerStatistics:
         self.weight = torch.zeros((), dtype=torch.float64, device=device)  # query rows behind the Gram matrices
         self.stored: list[TokenSequence] = []
         self.clusters: list[GramCluster] = []
+        self.own: OwnProjections | None = None  # of layers whose weights are not read
         self.biased = False  # scores had an additive bias, which tokens alone do not reproduce
         self.sequence_count = 0
         self._generator = torch.Generator().manual_seed(0)
@@ -74,6 +76,8 @@ class LayerStatistics:
         live = observed.rows_with_gradient()
         rows = live.any(0).nonzero().squeeze(-1)
         dealt = self._deal(len(observed.x))
+        if observed.own is not None:
+            self._add_own(observed, observed.own)
         if not len(rows):
             return
         if self.rows is not None and len(rows) > self.rows:
@@ -84,6 +88,13 @@ class LayerStatistics:
         self._add_folds(observed, rows, stretch / scale, bias, dealt)
         self._add_grams(observed, rows, live, stretch, bias)
         self._add_sequences(observed, live, bias)
+
+    def _add_own(self, observed: ObservedPass, own: tuple[Tensor, Tensor]) -> None:
+        inputs, (q, k) = (observed.x, observed.context), own
+        if self.own is None:
+            sizes = (q.shape[1], k.shape[1]), (observed.x.shape[-1], observed.context.shape[-1])
+            self.own = OwnProjections(*sizes, q.shape[-1], self.folds.device)
+        self.own.add(inputs, own)
 
     @staticmethod
     def check(observed: ObservedPass, layer: str) -> None:
@@ -193,7 +204,7 @@ class LayerStatistics:
     @property
     def bytes(self) -> int:
         """Bytes of everything."""
-        sums = (self.folds, self.gram_q, self.gram_k, self.z, self.probe)
+        sums = [self.folds, self.gram_q, self.gram_k, self.z, self.probe, *(self.own.tensors if self.own else ())]
         grams = (x for cluster in self.clusters for x in (cluster.a, cluster.c))
         return self.used + sum(x.numel() * x.element_size() for x in (*sums, *grams))
 
@@ -223,7 +234,8 @@ class LayerStatistics:
         if world_size(group) == 1:
             return
         count = torch.tensor([self.sequence_count, int(self.biased)], device=self.folds.device)
-        for x in (self.folds, self.shares, self.gram_q, self.gram_k, self.weight, self.probe, count):
+        own = [] if self.own is None else self.own.tensors
+        for x in (self.folds, self.shares, self.gram_q, self.gram_k, self.weight, self.probe, count, *own):
             dist.all_reduce(x, group=group)
         self.sequence_count, self.biased = int(count[0]), bool(count[1])
         parts: list[Any] = [None] * world_size(group)

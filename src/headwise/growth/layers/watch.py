@@ -39,7 +39,8 @@ class ObservedPass:
     """One forward and backward pass of a batch through a layer.
 
     scores (b | 1, h, m, n) with their mask; x (b, m, d_e) makes the queries, context (b, n, d_c) the keys; values
-    (b, h, n, d), outputs and their gradient (b, h, m, d).
+    (b, h, n, d), outputs and their gradient (b, h, m, d).  `own` are the queries (b, h, m, k) and keys (b, h_kv, n, k)
+    that the layer computed itself, where its weights are not read.
     """
 
     scores: Scores
@@ -48,6 +49,7 @@ class ObservedPass:
     values: Tensor
     outputs: Tensor
     gradient: Tensor
+    own: tuple[Tensor, Tensor] | None = None
 
     def rows_with_gradient(self) -> Tensor:
         """Boolean (b, m): the rows that the loss depends on.  Other rows may change freely."""
@@ -189,6 +191,9 @@ class Watch:
             heads.split(t).reshape(len(x), len(heads.sizes), t.shape[-2], -1) for t in (p.values, p.outputs, p.gradient)
         )
         return ObservedPass(p.scores, x, context.expand(len(x), -1, -1), values, outputs, gradient)
+
+    def forget(self) -> None:
+        self.passes.clear()
 
     def close(self) -> None:
         """Restore the layer."""

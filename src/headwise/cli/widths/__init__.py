@@ -1,0 +1,1 @@
+"""Commands about the query/key widths of heads."""

@@ -1,0 +1,1 @@
+"""The attention layers that grow: what passes through them, and their weights."""
