@@ -118,8 +118,8 @@ class PlanPoint:
 
     cost       of attention, relative to the model as it was
     predicted  drift that the sensitivities of the heads predict
-    drift      measured, by kind of text and length, on texts that did not choose the plan
-    bound      upper bound for kinds of text that were not tried, which a tolerance is compared with
+    drift      largest measured, by kind of text and length, with the plan of the same cost chosen without that kind
+    bound      for one text of a kind that was not tried, at each of the lengths; a tolerance is compared with it
     """
 
     sites: Sites

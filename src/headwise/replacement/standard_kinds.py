@@ -37,8 +37,8 @@ from headwise.replacement.kinds import (
     register_kind,
 )
 
-LEADING = 4
-"""Candidates attend to the first keys: heads with nothing to attend to use them, and break without them."""
+LEADING = (0, 4, 16)
+"""First keys that candidates attend to: heads with nothing to attend to use them, and break without them."""
 
 LARGEST = 1 << 20
 """Bound of everything that is counted in tokens or features."""
@@ -115,8 +115,8 @@ def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOpera
 
 def _windows(length: int, causal: bool) -> list[Options]:
     """Widths 2^i up to half the length: a window on one side has as many keys as half of one on both sides."""
-    widths = [1 << i for i in range(4, 20) if (1 << i) <= length // 2]
-    return [{"width": width if causal else width + 1, "leading": LEADING} for width in widths[-7:]]
+    widths = [1 << i for i in range(4, 20) if (1 << i) <= length // 2][-7:]
+    return [{"width": w if causal else w + 1, "leading": leading} for w in widths for leading in LEADING]
 
 
 def _near_far(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
