@@ -12,7 +12,7 @@ from torch import nn
 
 import headwise
 from headwise.errors import InputError, UnsupportedError
-from headwise.replacement import Choice, Plan, PlanPoint, rewrite
+from headwise.replacement import SOFTMAX, Choice, Plan, PlanPoint, rewrite
 from headwise.replacement.planning import make_plan
 from headwise.replacement.planning.allocation import DriftModel
 from headwise.replacement.planning.prediction_bound import prediction_bound
@@ -126,6 +126,20 @@ def test_the_bound_is_of_plans_chosen_without_a_kind(
     bounds = [point.bound for point in found.curve[1:]]
     assert bounds
     assert min(bounds) > 1.1 * plan.curve[1].bound
+
+
+@pytest.mark.parametrize("heads", [[True] * 4, [True, True, True, False], [False] * 4])
+def test_learned_kinds_that_do_not_beat_their_ablation_are_not_chosen(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, heads: list[bool]
+) -> None:
+    """Nor anything that costs more than the window that is left of them."""
+    monkeypatch.setattr(make_plan, "beats_ablation", lambda *args: torch.tensor(heads))
+    learned = Choice("projected", {"rank": 2})
+    found = headwise.plan(model, kinds(), tolerance=2.0, choices=[learned], **BRIEF)
+    assert found.curve[-1].sites[SITE] == [learned if beats else SOFTMAX for beats in heads]
+    mixtures = Choice("window_low_rank", {"width": 9, "rank": 2, "leading": 1})
+    found = headwise.plan(model, kinds(), tolerance=2.0, choices=[mixtures], **BRIEF)
+    assert set(found.curve[-1].sites[SITE]) == {Choice("window", {"width": 9, "leading": 1})}
 
 
 def test_where_the_search_looks_next() -> None:

@@ -214,13 +214,15 @@ class Plan:
         planned = str(self.model.get("class", name)).removeprefix("Headwise")
         if planned != name:
             raise InputError(f"the plan was made for a {planned}, but the model is a {name}; plan again for this model")
-        modules = dict(model.named_modules())
+        modules, rotary = dict(model.named_modules()), has_rotary_positions(model)
         for site, head, choice in each_head(self.sites):
             module = site.partition("@")[0]
             if module not in modules:
                 raise InputError(f"the plan was made for another model: {name} has no module {module!r}")
             if self.model["sites"][site].get("causal", getattr(modules[module], "is_causal", False)):
                 choice.check_causal(f"{site}: head {head}")
+            if rotary:
+                choice.check_rotary(name)
         positions = max_positions(model)
         if positions is not None and self.length > positions:
             raise InputError(f"the plan is for a length of {self.length}, but {name} has {positions} positions")
@@ -311,6 +313,14 @@ class Plan:
             return _from_facts(facts, _read_tensors(file.with_suffix(".safetensors"), facts.get("tensors")))
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
+
+
+def has_rotary_positions(model: nn.Module) -> bool:
+    """Whether positions rotate queries and keys, by the names that transformers gives its modules and settings."""
+    config = getattr(model, "config", None)
+    return getattr(config, "rotary_dim", None) is not None or any(
+        "Rotary" in type(module).__name__ for module in model.modules()
+    )
 
 
 def _from_facts(facts: Mapping[str, Any], fitted: FittedTensors) -> Plan:

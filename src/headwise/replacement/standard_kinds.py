@@ -304,6 +304,8 @@ STANDARD_KINDS = {
         candidates=_none,
         causal=True,
         from_first_key=True,
+        by_products=False,
+        ablation=lambda o: Choice("window", {"width": 2 * o["block"] + 1, "leading": o["leading"]}),
         pattern=_near_far_pattern,
     ),
     "efficient": Kind(
@@ -314,6 +316,7 @@ STANDARD_KINDS = {
         cached=True,
         cross_attention=True,
         features=lambda x, scale, options: x * (options["sharpness"] * scale),
+        by_products=False,
         candidates=_none,
     ),
     "hashed": Kind(
@@ -321,6 +324,7 @@ STANDARD_KINDS = {
         _hashed,
         {"rounds": KindOption(4, 1, 64), "chunk": KindOption(64, 1, LARGEST)},
         causal=True,
+        by_products=False,
         candidates=_none,
     ),
     "nystrom": Kind(
@@ -346,6 +350,7 @@ STANDARD_KINDS = {
         _factored,
         {"rank": RANK, "sharpness": SHARPNESS},
         _initial_projections,
+        by_products=False,
         step_sizes=PROJECTION_STEPS,
         cross_attention=True,
         from_first_key=True,
@@ -358,6 +363,7 @@ STANDARD_KINDS = {
         _initial_window_low_rank,
         step_sizes={**PROJECTION_STEPS, "bias": 0.1},
         from_first_key=True,
+        ablation=lambda o: Choice("window", {"width": o["width"], "leading": o["leading"]}),
         candidates=_none,
     ),
 }

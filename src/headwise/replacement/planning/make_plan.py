@@ -29,12 +29,20 @@ from headwise.replacement.kinds import Choice, Tensors, candidates
 from headwise.replacement.planning.allocation import Allocation, DriftModel, gram_of
 from headwise.replacement.planning.capture import AttentionSite, capture, find_sites
 from headwise.replacement.planning.drift import Answer, answer_for, run_with
-from headwise.replacement.planning.fit import fit
+from headwise.replacement.planning.fit import beats_ablation, fit
 from headwise.replacement.planning.prediction_bound import CONFIDENCE, prediction_bound
 from headwise.replacement.planning.saved_progress import PlanProgress
 from headwise.replacement.planning.sensitivity import sensitivities
 from headwise.replacement.planning.timing import OBJECTIVES, relative_costs, time_plan
-from headwise.replacement.plans import LARGEST_TOLERANCE, FittedTensors, Plan, PlanPoint, Sites, check_tolerance
+from headwise.replacement.plans import (
+    LARGEST_TOLERANCE,
+    FittedTensors,
+    Plan,
+    PlanPoint,
+    Sites,
+    check_tolerance,
+    has_rotary_positions,
+)
 from headwise.replacement.standard_kinds import SOFTMAX
 
 Report = Callable[[str, int, int], None]
@@ -93,10 +101,14 @@ def plan(
         answer = answer_for(model, first, causal=causal, texts=sum(len(given[::CHOOSING]) for given in kinds.values()))
         check_tolerance(tolerance, answer.measure)
         lengths = _lengths(model, kinds, sites, answer, lengths)
-        tried = choices or candidates(lengths[-1], causal=causal)
-        for choice in tried if causal else ():
-            choice.check_causal(type(model).__name__)
-        tried = list(dict.fromkeys([SOFTMAX, *tried]))
+        tried = choices or candidates(lengths[-1], causal=causal, rotary=has_rotary_positions(model))
+        for choice in tried:
+            if causal:
+                choice.check_causal(type(model).__name__)
+            if has_rotary_positions(model):
+                choice.check_rotary(type(model).__name__)
+        simpler = [c.definition.ablation(c.options) for c in tried if c.definition.ablation is not None]
+        tried = list(dict.fromkeys([SOFTMAX, *tried, *simpler]))
         settings = {"seed": seed, "lengths": lengths, "choices": [str(choice) for choice in tried]}
         settings |= {"batches": {kind: [batch_hash(x) for x in given] for kind, given in kinds.items()}}
         run = _Run(
@@ -233,6 +245,7 @@ class _Run:
     evaluations: int
     report: Report
     fitted: dict[tuple[str, Choice], Tensors] = field(default_factory=dict)
+    learned: dict[tuple[str, Choice], Tensor] = field(default_factory=dict)  # (h,): what was learned helps elsewhere
     ratio: float = 5.0  # bound over predicted drift; where the search begins
     done: int = 0
 
@@ -270,7 +283,7 @@ class _Run:
         return [batch for i, batch in enumerate(self.kinds[kind]) if i % CHOOSING]
 
     def _fit(self) -> None:
-        """Learned tensors of every choice that has some, from texts of all kinds."""
+        """Learned tensors of every choice that has some, from texts of all kinds but the last, which judges them."""
         learned = [
             c for c in self.choices if any(c.shapes(self.lengths[-1], site.width) for site in self.sites.values())
         ]
@@ -278,12 +291,19 @@ class _Run:
 
             def compute(site: str = site) -> dict[str, Tensors]:
                 samples = [capture(self.model, self._choosing(kind)[-1:], [site])[site][0] for kind in self.kinds]
-                generator = torch.Generator().manual_seed(self.seed)
-                options = {"length": self.lengths[-1], "steps": STEPS, "generator": generator}
-                return {str(choice): fit(choice, samples, **options) for choice in learned}
+                fits: dict[str, Tensors] = {}
+                for choice in learned:
+                    options = {"length": self.lengths[-1], "generator": torch.Generator().manual_seed(self.seed)}
+                    tensors = fit(choice, samples[:-1], steps=STEPS, **options)
+                    options = {**options, "generator": torch.Generator().manual_seed(self.seed)}
+                    frozen = fit(choice, samples[:-1], steps=0, **options)
+                    fits[str(choice)] = tensors
+                    fits[f"{choice} learned"] = {"": beats_ablation(choice, samples[-1:], tensors, frozen)}
+                return fits
 
-            fits = self.store.stored(f"fit {site}", compute)
+            fits = self.store.stored(f"fit and judge {site}", compute)
             self.fitted |= {(site, choice): fits[str(choice)] for choice in learned}
+            self.learned |= {(site, choice): fits[f"{choice} learned"][""] for choice in learned}
 
     def _gram(self, kind: str) -> Tensor:
         """Mean over the texts of a kind of x x^T / 2, (units * choices) on both sides."""
@@ -304,13 +324,14 @@ class _Run:
         return torch.stack(grams).mean(0)
 
     def _costs(self) -> Tensor:
-        """(units, choices)"""
-        rows = [
-            [self.costs[name, c] for c in self.choices]
-            for name, s in self.sites.items()
-            for _ in range(s.key_value_heads)
-        ]
-        return torch.tensor(rows, dtype=torch.float64)
+        """(units, choices); infinite for a learned choice that is no better than its ablation at some head of a unit"""
+        rows = []
+        for name, site in self.sites.items():
+            costs = torch.tensor([self.costs[name, c] for c in self.choices], dtype=torch.float64)
+            better = [self.learned.get((name, c), torch.ones(site.heads, dtype=torch.bool)) for c in self.choices]
+            kept = torch.stack(better).unflatten(1, (site.key_value_heads, -1)).all(-1)  # (choices, units)
+            rows.append(costs.where(kept.mT, torch.inf))
+        return torch.cat(rows)
 
     # ---- plans ----
 
