@@ -17,8 +17,7 @@ from headwise.cost import Cost
 from headwise.errors import InputError, UnsupportedError
 from headwise.operators.base import AttentionOperator
 from headwise.replacement import KINDS, SOFTMAX, Choice, Kind, KindOption, Plan, load, plans, register_kind, rewrite
-from headwise.replacement.kinds import candidates
-from headwise.replacement.plans import has_rotary_positions
+from headwise.replacement.kinds import candidates, has_rotary_positions
 from tests.models.tiny_models import ALL
 from tests.replacement.install.test_transformers_models import shaken
 from tests.replacement.plans import CAUSAL, plan_for

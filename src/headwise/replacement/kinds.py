@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.cost import Cost
 from headwise.errors import InputError, UnsupportedError
@@ -328,3 +328,11 @@ def candidates(length: int, *, causal: bool, rotary: bool = False) -> list[Choic
     """The choices that `plan` tries for sequences of up to `length`."""
     choices = [Choice(name, options) for name, kind in KINDS.items() for options in kind.candidates(length, causal)]
     return [x for x in choices if (x.causal or not causal) and (x.definition.by_products or not rotary)]
+
+
+def has_rotary_positions(model: nn.Module) -> bool:
+    """Whether positions rotate queries and keys, by the names that transformers gives its modules and settings."""
+    config = getattr(model, "config", None)
+    return getattr(config, "rotary_dim", None) is not None or any(
+        "Rotary" in type(module).__name__ for module in model.modules()
+    )

@@ -35,7 +35,7 @@ from headwise.reading import (
     whole,
 )
 from headwise.replacement.install.mixed_heads import MixedHeads
-from headwise.replacement.kinds import Choice
+from headwise.replacement.kinds import Choice, has_rotary_positions
 from headwise.replacement.standard_kinds import SOFTMAX
 
 SCHEMA = 3
@@ -313,14 +313,6 @@ class Plan:
             return _from_facts(facts, _read_tensors(file.with_suffix(".safetensors"), facts.get("tensors")))
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
-
-
-def has_rotary_positions(model: nn.Module) -> bool:
-    """Whether positions rotate queries and keys, by the names that transformers gives its modules and settings."""
-    config = getattr(model, "config", None)
-    return getattr(config, "rotary_dim", None) is not None or any(
-        "Rotary" in type(module).__name__ for module in model.modules()
-    )
 
 
 def _from_facts(facts: Mapping[str, Any], fitted: FittedTensors) -> Plan:

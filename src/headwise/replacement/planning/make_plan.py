@@ -25,7 +25,7 @@ from headwise.models.fingerprint import batch_hash, check_weights, run_key, weig
 from headwise.models.inputs import max_positions
 from headwise.models.run import as_it_was, check_batch
 from headwise.replacement.install.mixed_heads import MixedHeads
-from headwise.replacement.kinds import Choice, Tensors, candidates
+from headwise.replacement.kinds import Choice, Tensors, candidates, has_rotary_positions
 from headwise.replacement.planning.allocation import Allocation, DriftModel, gram_of
 from headwise.replacement.planning.capture import AttentionSite, capture, find_sites
 from headwise.replacement.planning.drift import Answer, answer_for, run_with
