@@ -41,7 +41,6 @@ from headwise.replacement.plans import (
     PlanPoint,
     Sites,
     check_tolerance,
-    has_rotary_positions,
 )
 from headwise.replacement.standard_kinds import SOFTMAX
 
