@@ -29,6 +29,10 @@ ROWS = 512
 """Queries of a continued prompt that are computed at once: their mask has ROWS x n entries."""
 
 
+SHORT = 512
+"""Keys below which a cache has no room to spare: copying them for every token takes as long as torch.cat."""
+
+
 class NewKeys(NamedTuple):
     """Positions before .. n - 1 are new.
 
@@ -131,7 +135,8 @@ class KeyRing:
     def _grow(self, n: int) -> None:
         n, room = min(n, self.capacity), self.keys.shape[2]
         if n > room:
-            size = min(self.capacity, n + max(64, n // 16))  # room for more, so that most tokens copy nothing
+            # room for more, so that most tokens copy nothing; short caches hold no more than those of transformers
+            size = min(self.capacity, n if n < SHORT else n + n // 16)
             for name in ("keys", "values"):
                 old = getattr(self, name)
                 grown = old.new_empty(*old.shape[:2], size, old.shape[-1])
