@@ -326,3 +326,22 @@ def test_long_rings_grow_ahead_and_short_ones_hold_what_they_need() -> None:
         ring.write(keys[:, :, ring.highest : n], keys[:, :, ring.highest : n], NewKeys(ring.highest, n, 1.0))
         assert ring.keys.shape[2] == ring.values.shape[2] == room
         assert torch.equal(ring.keys[:, :, :n], keys[:, :, :n])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_is_the_original_bit_for_bit_while_its_windows_reach_all_keys(family: str) -> None:
+    """Windows of 12 keys: at 12 the same states as with a DynamicCache, and as many bytes; at 13 others."""
+    model = FAMILIES[family]()
+    new = rewritten(model, [SOFTMAX, SOFTMAX, Choice("window", {"width": 10, "leading": 2}), SOFTMAX])
+    found, usual = HeadCache(new), transformers.DynamicCache(config=model.config)
+    tokens = ids(1, 40)
+    with torch.no_grad():
+        for start, stop in ((0, 8), *((n, n + 1) for n in range(8, 14))):
+            a, b = (
+                each(tokens[:, start:stop], past_key_values=past).logits
+                for each, past in ((new, found), (model, usual))
+            )
+            assert torch.equal(a, b) == (stop <= 12)
+            if stop == 12 and family != "sliding layers":
+                assert found.nbytes == cache_bytes(usual)
+    assert (a - b).abs().max() > 1e-4

@@ -275,12 +275,17 @@ Block = KeyRing | RunningSums
 class LayerPast:
     """The past of one layer: a block for every group of key heads that keep the same.
 
-    While the layer runs the original attention (`MixedHeads.runs_exact`), and always with `keep_all`, it holds all keys
-    of all heads instead.
+    While the layer runs the original attention (`MixedHeads.runs_exact`, or every window still reaches all keys), and
+    always with `keep_all`, it holds all keys of all heads instead.
     """
 
     def __init__(self, heads: MixedHeads, *, keep_all: bool = False, spare: int = 0) -> None:
         self.heads, self.keep_all, self.spare = heads, keep_all, spare
+        reaches = [reach(choice) for choice in heads.choices]
+        narrowest = min(each.width + each.leading if each else 0 for each in reaches)
+        self.covered = (
+            narrowest if narrowest < UNBOUNDED else 0
+        )  # keys that every head attends to, if some head drops any
         self.count = 0
         self.whole: AllKeys | None = None
         self.blocks: list[tuple[KeyHeads, Block]] = []
@@ -289,7 +294,7 @@ class LayerPast:
         self, q: Tensor, k: Tensor, v: Tensor, new: NewKeys, original: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         """P v (b, h, m, d) of new queries; `original(k, v)` is the attention of q in the model as it was."""
-        exact = self.heads.runs_exact(new.n)
+        exact = self.heads.runs_exact(new.n) or new.n <= self.covered
         if not new.before:
             unchanged = exact or self.heads.replaced is None
             out = original(k, v) if unchanged else self.heads(q, k, v, key_mask=new.keep, causal=True, scale=new.scale)
