@@ -79,10 +79,9 @@ def images(options: argparse.Namespace) -> None:
 
     x, y, test_x, test_y = image_data.load("fashion")
     torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=28, patch_size=2, num_channels=1, num_labels=10, hidden_size=64, num_hidden_layers=4,
-        num_attention_heads=4, intermediate_size=128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"image_size": 28, "patch_size": 2, "num_channels": 1, "num_labels": 10, "hidden_size": 64}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
+    config = ViTConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model: Any = ViTForImageClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     for step in range(options.steps):

@@ -308,6 +308,11 @@ class LayerPast:
         self.count = new.n
         return out
 
+    def fill(self, k: Tensor, v: Tensor, scale: float) -> None:
+        """Hold the keys and values of a beginning that is attended to by later queries only."""
+        self.count = k.shape[2]
+        self._open(k, v, NewKeys(0, self.count, scale), whole=self.keep_all)
+
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, new: NewKeys, original: Callable[[Tensor, Tensor], Tensor], exact: bool
     ) -> Tensor:
