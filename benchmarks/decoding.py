@@ -1,18 +1,22 @@
 """Prefill, decoding and cache of a rewritten decoder against the model as it was.
 
     python -m benchmarks.decoding [MODEL] [--plan DIR] [--lengths 1024 4096 8192] [--tokens 16] [--dtype float32]
+                                  [--partial DIR]
 
 Without --plan, every second key-value head attends to a window of --window keys and 4 leading ones; such a plan
 promises nothing about the output.  Both models read the same text and write the same tokens in turns.  `exact` decodes
 with transformers' DynamicCache, `exact, preallocated` with the cache of the rewritten model but no head replaced, which
 shows what the storage alone gains.  Seconds are processor time (--threads 1), medians; bytes are what the cache holds.
+--partial stores the measurements of each length, so that an interrupted run can resume.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +24,12 @@ from transformers import DynamicCache
 
 import headwise
 from headwise.cli.tables import print_table
+from headwise.models.fingerprint import run_key
 from headwise.models.inputs import text_input
 from headwise.models.load import load_model
 from headwise.replacement import SOFTMAX, Choice, HeadCache, Plan
 from headwise.replacement.install.head_cache import cache_bytes
+from headwise.replacement.planning.saved_progress import PlanProgress
 
 
 def main() -> None:
@@ -36,6 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="prefills of each model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--partial", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     loaded = load_model(options.model, with_head=True, dtype=options.dtype)
@@ -52,8 +59,12 @@ def main() -> None:
         "rewritten": (new, lambda: HeadCache(new)),
     }
     rows = []
+    settings = {"sites": plan.to_dict()["sites"], "exact_below": dict(plan.exact_below)}
+    settings |= {name: getattr(options, name) for name in ("model", "dtype", "tokens", "rounds", "threads")}
+    store = PlanProgress(options.partial, run_key(str(plan.model.get("fingerprint")), settings))
     for n in options.lengths:
-        results = _measure(models, text[:, : n - options.tokens - 1], options.tokens, options.rounds)
+        ids = text[:, : n - options.tokens - 1]
+        results = store.stored(f"{n}", lambda ids=ids: _measure(models, ids, options.tokens, options.rounds))
         prefill, decode, size = results["exact"]
         for name, (seconds, step, bytes_) in results.items():
             faster = f"{prefill / seconds:.2f} x", f"{decode / step:.2f} x"
@@ -61,6 +72,12 @@ def main() -> None:
             rows.append((*row, f"{bytes_ / 1e6:.1f}", f"{size / bytes_:.2f} x"))
     headings = ("keys", "model", "prefill s", "faster", "tokens/s", "faster", "cache MB", "smaller")
     print_table("prefill and decoding", headings, rows, words=("model",))
+    spent()
+
+
+def spent() -> None:
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(f"{time.process_time():.0f} processor seconds, {memory:.1f} GB at most")
 
 
 SHORT = {"input_ids": torch.arange(3, 11).unsqueeze(0)}

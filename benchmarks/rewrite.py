@@ -1,12 +1,13 @@
 """A plan, how long it took to make, and its drift on kinds of text that it was and was not chosen by.
 
     python -m benchmarks.rewrite minilm --length 512 --tolerance 0.05
-    python -m benchmarks.rewrite smollm2 --length 4096 --tolerance 0.02 --objective memory [--partial DIR]
+    python -m benchmarks.rewrite smollm2 --length 4096 --tolerance 0.02 --objective memory --partial DIR --save PLAN
+    python -m benchmarks.rewrite smollm2 --plan PLAN [--partial DIR]       # the check alone
 
-Four kinds are those of the calibration set, in pieces that the plan has not seen; four (C and C++ headers, JavaScript,
+Five kinds are those of the calibration set, in pieces that the plan has not seen; four (C and C++ headers, JavaScript,
 licences, from the packages of this environment) are not in it.  Drift of language models is in nats per token: the
 divergence KL(before || after), and the change of the loss.  --partial stores results, so that an interrupted run can
-resume.
+resume; --save writes the plan for other commands.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import importlib.metadata
 import resource
 import sys
+import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,19 +27,42 @@ import numpy
 import torch
 
 import headwise
+from headwise.models.fingerprint import run_key
+from headwise.models.inputs import special_tokens, tokenizer_of
 from headwise.models.load import LoadedModel, load_model
 from headwise.replacement import Plan, plan
 from headwise.replacement.planning.calibration_texts import (
     calibration_texts,
     model_is_causal,
+    numbers,
+    piece_starts,
     plan_lengths,
+    records,
     texts_by_kind,
     texts_per_kind,
 )
 from headwise.replacement.planning.drift import answer_for
+from headwise.replacement.planning.saved_progress import PlanProgress
 from headwise.replacement.planning.timing import OBJECTIVES
 
 UNSEEN = ("c", "c++", "javascript", "licences")
+
+MODULES = ("typing", "inspect", "subprocess", "datetime", "ast", "pathlib")
+"""Of Python's library; the calibration set has others."""
+
+
+def known_kinds() -> dict[str, str]:
+    """Further texts of kinds that are in the calibration set; prose and manual are the whole sources."""
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = calibration_texts()
+    code = "\n\n".join((library / f"{name}.py").read_text() for name in MODULES)
+    return {
+        "prose": sources["prose"],
+        "manual": sources["manual"],
+        "code": code,
+        "records": records(1600, seed=1),
+        "numbers": numbers(3000, seed=1),
+    }
 
 
 def unseen_kinds() -> dict[str, str]:
@@ -69,12 +94,27 @@ def main() -> None:
     parser.add_argument("--objective", choices=OBJECTIVES, default="seconds")
     parser.add_argument("--evaluations", type=int, default=6)
     parser.add_argument("--texts", type=int, help="of each kind and length (default: as `headwise plan`)")
+    parser.add_argument("--checks", type=int, help="texts of each kind and length that check (default: 12, decoders 1)")
     parser.add_argument("--partial", type=Path)
+    parser.add_argument("--plan", type=Path, help="check this plan instead of making one")
+    parser.add_argument("--save", type=Path, help="write the plan into this directory")
     options = parser.parse_args()
     loaded = load_model(options.model)
+    saved = None if options.plan is None else Plan.load(options.plan)
+    texts = options.texts or texts_per_kind(loaded.model, options.length if saved is None else saved.length)
+    made = saved or _planned(loaded, texts, options)
+    _curve(made)
+    if options.save is not None:
+        made.save(options.save, force=True)
+    cpu = time.process_time()
+    _check(loaded, made, texts, options.checks or (1 if model_is_causal(loaded.model) else 12), options.partial)
+    _spent("checked", cpu)
+
+
+def _planned(loaded: LoadedModel, texts: int, options: argparse.Namespace) -> Plan:
     lengths = plan_lengths(loaded.model, options.length)
     start, cpu = time.perf_counter(), time.process_time()
-    batches = texts_by_kind(loaded, calibration_texts(), lengths, texts=options.texts or texts_per_kind(loaded.model))
+    batches = texts_by_kind(loaded, calibration_texts(), lengths, texts=texts)
     made = plan(
         loaded.model,
         batches,
@@ -82,18 +122,19 @@ def main() -> None:
         objective=options.objective,
         evaluations=options.evaluations,
         name=loaded.name,
-        partial_results=options.partial,
+        partial_results=None if options.partial is None else options.partial / "plan",
         progress=_progress(),
     )
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     count = sum(map(len, batches.values()))
-    print(
-        f"{loaded.name}, {options.objective}, lengths {made.lengths}, {count} texts of {len(batches)} kinds: planned in"
-    )
-    print(f"{seconds:.0f} s ({cpu:.0f} processor seconds, {torch.get_num_threads()} threads), {memory:.1f} GB at most")
-    _curve(made)
-    _kinds(loaded, made)
+    print(f"{loaded.name}, {options.objective}, lengths {made.lengths}, {count} texts of {len(batches)} kinds:")
+    _spent(f"planned in {time.perf_counter() - start:.0f} s", cpu)
+    return made
+
+
+def _spent(what: str, cpu: float) -> None:
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    seconds = time.process_time() - cpu
+    print(f"{what}: {seconds:.0f} processor seconds, {torch.get_num_threads()} threads, {memory:.1f} GB at most")
 
 
 def _progress() -> Any:
@@ -121,37 +162,86 @@ def _curve(made: Plan) -> None:
         print(f"attention at {n:>5}: {row['planned'] / row['exact']:.2f} of the time of exact attention")
 
 
-def _kinds(loaded: LoadedModel, made: Plan) -> None:
-    """Drift of the rewritten model on fresh pieces of known kinds, and on kinds not tried."""
+def _fresh(loaded: LoadedModel, made: Plan, planned: int, checks: int) -> dict[str, list[torch.Tensor]]:
+    """{kind: texts}, up to `checks` of each length that do not overlap with those of the plan or one another."""
+    tokenizer = tokenizer_of(loaded)
+    before, after = special_tokens(tokenizer)
+    special, lengths = len(before) + len(after), plan_lengths(loaded.model, made.length)
+    found: dict[str, list[torch.Tensor]] = {}
+    for kind, content in {**known_kinds(), **unseen_kinds()}.items():
+        ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+        taken = [
+            (start, start + n - special)
+            for n in (lengths if kind in ("prose", "manual") else ())
+            for start in piece_starts(len(ids), min(n - special, int(len(ids) / 1.8)), planned)
+        ]
+        for n in lengths:
+            size = n - special
+            free, start = [], 0
+            while start + size <= len(ids):
+                hit = [stop for first, stop in taken if first < start + size and start < stop]
+                if hit:
+                    start = max(hit)
+                else:
+                    free.append(start)
+                    start += size
+            some = free if len(free) <= checks else [free[i * len(free) // checks] for i in range(checks)]
+            rows = [torch.tensor([[*before, *ids[start : start + size], *after]]) for start in some]
+            found.setdefault(kind, []).extend(rows)
+    return found
+
+
+def _check(loaded: LoadedModel, made: Plan, planned: int, checks: int, partial: Path | None) -> None:
+    """Drift of the rewritten model on fresh texts of known kinds, and on kinds not tried."""
     # replaced heads at every length, also where the plan would run exact attention because that is faster here
     new, _ = headwise.rewrite(loaded.model, replace(made, exact_below={}))
-    known = {kind: text for kind, text in calibration_texts().items() if kind != "languages"}
-    sources = {**known, **unseen_kinds()}
-    causal = model_is_causal(loaded.model)
-    # plans see pieces at 0, 1 or at 0, 1/3, 2/3, 1 of a text; these are at 1/2, or at 1/6, 1/2, 5/6
-    pieces, fresh = (3, (1,)) if causal else (7, (1, 3, 5))
-    batches = texts_by_kind(loaded, sources, plan_lengths(loaded.model, made.length), texts=pieces)
-    answer = answer_for(loaded.model, batches["prose"][0], causal=causal)
-    print(f"\n{'drift of the rewritten model':30}" + "".join(f"{n:>18}" for n in made.lengths))
-    every: list[float] = []
-    with torch.no_grad():
-        for kind, given in batches.items():
-            rows: dict[int, list[list[float]]] = {n: [] for n in made.lengths}
-            for batch in [batch for i, batch in enumerate(given) if i % pieces in fresh]:
-                length = batch["input_ids"].shape[1]
-                states = [answer.run(model.eval(), batch) for model in (loaded.model, new)]
-                drift = answer.drift(loaded.model, batch, *states)
-                for n in [n for n in made.lengths if n == length or (answer.by_position and n < length)] or [length]:
-                    means = drift[..., :n].mean((1, 2)).tolist()
-                    every.append(max(means))
-                    rows.setdefault(n, []).append(means)
-            # the largest of each measure over texts
-            cells = {n: " ".join(f"{max(x):+.4f}" for x in zip(*row, strict=True)) for n, row in rows.items()}
-            print(f"{kind + (' (not tried)' if kind in UNSEEN else ''):30}" + "".join(f"{cells[n]:>18}" for n in cells))
-    print(f"{len(batches)} kinds, {len(fresh)} texts of each and length, the largest shown")
-    largest, above = max(every), sum(x > made.tolerance for x in every)
-    print(f"{above} of {len(every)} texts are above the promise")
-    print(f"largest {largest:.4f}, promised {made.tolerance:g}: {'kept' if largest <= made.tolerance else 'BROKEN'}")
+    answer = answer_for(loaded.model, {"input_ids": torch.ones(1, 8)}, causal=model_is_causal(loaded.model))
+    facts = made.to_dict()
+    settings = {"sites": facts["sites"], "lengths": made.lengths, "checks": checks, "planned": planned}
+    key = run_key(str(made.model["fingerprint"]), settings)
+    store = PlanProgress(None if partial is None else partial / f"check-{key[:12]}", key)
+    print(f"\n{'drift of the rewritten model':30}" + "".join(f"{n:>26}" for n in made.lengths))
+    every: dict[int, list[float]] = {n: [] for n in made.lengths}
+    missing = []
+    for kind, texts in _fresh(loaded, made, planned, checks).items():
+        rows: dict[int, list[list[float]]] = {}
+        for index, ids in enumerate(texts):
+            rows_of = store.stored(f"{kind} {index}", lambda ids=ids: _drift(loaded, new, answer, made, ids))
+            for n, means in rows_of.items():
+                rows.setdefault(n, []).append(means)
+        if not rows:
+            missing.append(kind)
+            continue
+        for n, row in rows.items():
+            every[n] += [max(means) for means in row]
+        # the largest of each measure over texts, and how many texts
+        cells = {
+            n: " ".join(f"{max(x):+.4f}" for x in zip(*row, strict=True)) + f" ({len(row)})" for n, row in rows.items()
+        }
+        label = kind + (" (not tried)" if kind in UNSEEN else "")
+        print(f"{label:30}" + "".join(f"{cells.get(n, ''):>26}" for n in made.lengths), flush=True)
+    if missing:
+        print(f"no text is left that the plan has not seen: {', '.join(missing)}")
+    for n, values in every.items():
+        above = sum(x > made.tolerance for x in values)
+        print(f"at {n}: {len(values) - above} of {len(values)} texts within the promise, largest {max(values):.4f}")
+    flat = [x for values in every.values() for x in values]
+    above = sum(x > made.tolerance for x in flat)
+    bound = "" if made.point is None else f", bound {made.point.bound:.4f}"
+    print(
+        f"all: {len(flat) - above} of {len(flat)} texts within {made.tolerance:g}, largest {max(flat):.4f}{bound}: "
+        + ("kept" if not above else f"BROKEN for {above / len(flat):.1%}")
+    )
+
+
+@torch.no_grad()
+def _drift(loaded: LoadedModel, new: Any, answer: Any, made: Plan, ids: torch.Tensor) -> dict[int, list[float]]:
+    """{length: mean of each measure}; the beginnings of a text of a language model are texts too."""
+    batch = {"input_ids": ids}
+    drift = answer.drift(loaded.model, batch, *(answer.run(model.eval(), batch) for model in (loaded.model, new)))
+    length = ids.shape[1]
+    lengths = [n for n in made.lengths if n == length or (answer.by_position and n < length)]
+    return {n: drift[..., :n].mean((1, 2)).tolist() for n in lengths}
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import headwise
 from headwise.cost import Cost
-from headwise.errors import InputError
+from headwise.errors import InputError, UnsupportedError
 from headwise.operators.base import AttentionOperator
-from headwise.replacement import KINDS, SOFTMAX, Choice, Kind, KindOption, Plan, load, register_kind, rewrite
-from headwise.replacement.kinds import candidates
+from headwise.replacement import KINDS, SOFTMAX, Choice, Kind, KindOption, Plan, load, plans, register_kind, rewrite
+from headwise.replacement.kinds import candidates, has_rotary_positions
 from tests.models.tiny_models import ALL
 from tests.replacement.install.test_transformers_models import shaken
-from tests.replacement.plans import plan_for
+from tests.replacement.plans import CAUSAL, plan_for
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,23 +87,36 @@ def test_exact_causal_attention_is_priced_as_it_runs() -> None:
     assert 2 * SOFTMAX.cost(64, 8, True).multiply_adds == SOFTMAX.cost(64, 8, False).multiply_adds
 
 
-NEAR_FAR = Choice("near_far", {"block": 4, "rank": 2})
-
-
-@pytest.mark.parametrize("choice", [*candidates(64, causal=True), NEAR_FAR], ids=str)
-def test_causal_candidates_do_not_depend_on_where_a_text_stands(choice: Choice) -> None:
-    """Shifting all positions of a rotary model by a constant changes the output of the rewritten one by rounding.
-
-    Features of rotated keys do depend on it, which is why `near_far` is no candidate.
-    """
+@pytest.mark.parametrize("choice", [*CAUSAL, *candidates(64, causal=True)], ids=str)
+def test_causal_kinds_do_not_depend_on_where_a_text_stands(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shifting all positions of a rotary model by a constant changes the output of the rewritten one by rounding, or
+    the kind is refused there: it reads more of rotated queries and keys than their products."""
     torch.manual_seed(0)
     model, _ = ALL["llama"]()
     model, batch = model.eval().double(), {"input_ids": torch.randint(99, (1, 64))}
-    new = shaken(rewrite(model, plan_for(model, batch, [choice], length=64))[0])
+    plan = plan_for(model, batch, [choice], length=64)
+    if not choice.definition.by_products:
+        with pytest.raises(UnsupportedError, match=f"LlamaModel rotates queries and keys .* but {choice.kind} "):
+            rewrite(model, plan)
+        monkeypatch.setattr(plans, "has_rotary_positions", lambda model: False)
+    new = shaken(rewrite(model, plan)[0])
     with torch.no_grad():
         here, there = (new(**batch, position_ids=torch.arange(64)[None] + shift)[0] for shift in (0, 1000))
     moved = float((here - there).abs().max())  # transformers computes the angles in single precision
-    assert moved > 1e-4 if choice == NEAR_FAR else moved < 1e-6
+    assert moved < 1e-6 if choice.definition.by_products else moved > 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_a_plan_refuses_kinds_that_positions_would_move(family: str) -> None:
+    model = ALL[family]()[0].eval()
+    assert has_rotary_positions(model) == (family == "llama")
+    given = [{"input_ids": torch.randint(99, (1, 24))} for _ in range(4)]
+    options = {"tolerance": 0.1, "choices": [Choice("efficient")], "evaluations": 1, "objective": "multiply-adds"}
+    if family != "llama":
+        headwise.plan(model, given, **options)
+        return
+    with pytest.raises(UnsupportedError, match=r"LlamaModel rotates .* efficient sharpness=1 .* use window instead"):
+        headwise.plan(model, given, **options)
 
 
 @final

@@ -12,8 +12,10 @@ from torch import nn
 
 import headwise
 from headwise.errors import InputError, UnsupportedError
-from headwise.replacement import Choice, Plan, PlanPoint, rewrite
+from headwise.replacement import SOFTMAX, Choice, Plan, PlanPoint, rewrite
 from headwise.replacement.planning import make_plan
+from headwise.replacement.planning.allocation import DriftModel
+from headwise.replacement.planning.prediction_bound import prediction_bound
 from tests.models.tiny_models import ALL
 
 pytest.importorskip("transformers")
@@ -70,8 +72,17 @@ def test_the_bound_is_above_every_measured_drift(plan: Plan) -> None:
         assert 0 < point.largest <= point.bound
 
 
-def test_the_reported_drift_is_that_of_the_rewritten_model(plan: Plan, model: nn.Module) -> None:
+@pytest.fixture
+def chosen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drift is measured with the plan itself instead of plans that were chosen without a kind."""
+    ladder = DriftModel.ladder
+    monkeypatch.setattr(DriftModel, "ladder", lambda self, without=None: ladder(self))
+
+
+@pytest.mark.usefixtures("chosen_by_all")
+def test_the_measured_drift_is_that_of_the_rewritten_model(model: nn.Module) -> None:
     """Measured again from outside, on the text of each kind that did not choose: the second."""
+    plan = headwise.plan(model, kinds(), tolerance=0.05, choices=FEW, **BRIEF)
     point = plan.curve[-1]
     assert point.cost < 0.9
     new, _ = rewrite(model, replace(plan, sites=point.sites, exact_below={}))
@@ -79,6 +90,31 @@ def test_the_reported_drift_is_that_of_the_rewritten_model(plan: Plan, model: nn
         with torch.no_grad():
             a, b = (m(**given[1])[0].double().mean(1) for m in (model, new))
         assert point.drift[kind][40] == pytest.approx(1 - torch.cosine_similarity(a, b).item(), rel=1e-3, abs=1e-7)
+
+
+def test_the_bound_is_of_single_texts_at_every_length() -> None:
+    """Drifts differ at 20 only; in the other case d has texts of 80, which no other kind has."""
+    drifts = {"a": {20: [0.01, 0.02], 40: [0.03, 0.03]}, "b": {20: [0.02, 0.04], 40: [0.03, 0.031]}, "c": {40: [0.029]}}
+    apart = prediction_bound({kind: rows[20] for kind, rows in drifts.items() if 20 in rows})
+    assert make_plan._bound(drifts) == apart > prediction_bound({kind: rows[40] for kind, rows in drifts.items()})
+    alone = {"a": {20: [0.03], 40: [0.03]}, "b": {20: [0.03], 40: [0.03]}, "d": {80: [0.05]}}
+    assert make_plan._bound(alone) == prediction_bound({"a": [0.03] * 2, "b": [0.03] * 2, "d": [0.05]}) > 0.05
+
+
+def test_one_text_in_four_chooses(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    record = make_plan.sensitivities
+
+    def sensitivities(model: nn.Module, batch: dict, *rest):
+        seen.append(batch["input_ids"])
+        return record(model, batch, *rest)
+
+    monkeypatch.setattr(make_plan, "sensitivities", sensitivities)
+    given = {"a": batches(count=6), "b": batches(count=2)}
+    found = headwise.plan(model, given, tolerance=0.05, choices=FEW, **BRIEF)
+    expected = [given["a"][0], given["a"][4], given["b"][0]]
+    assert all(torch.equal(ids, batch["input_ids"]) for ids, batch in zip(seen, expected, strict=True))
+    assert found.provenance["confidence"] == 0.99
 
 
 def test_the_bound_is_of_plans_chosen_without_a_kind(
@@ -90,6 +126,20 @@ def test_the_bound_is_of_plans_chosen_without_a_kind(
     bounds = [point.bound for point in found.curve[1:]]
     assert bounds
     assert min(bounds) > 1.1 * plan.curve[1].bound
+
+
+@pytest.mark.parametrize("heads", [[True] * 4, [True, True, True, False], [False] * 4])
+def test_learned_kinds_that_do_not_beat_their_ablation_are_not_chosen(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, heads: list[bool]
+) -> None:
+    """Nor anything that costs more than the window that is left of them."""
+    monkeypatch.setattr(make_plan, "beats_ablation", lambda *args: torch.tensor(heads))
+    learned = Choice("projected", {"rank": 2})
+    found = headwise.plan(model, kinds(), tolerance=2.0, choices=[learned], **BRIEF)
+    assert found.curve[-1].sites[SITE] == [learned if beats else SOFTMAX for beats in heads]
+    mixtures = Choice("window_low_rank", {"width": 9, "rank": 2, "leading": 1})
+    found = headwise.plan(model, kinds(), tolerance=2.0, choices=[mixtures], **BRIEF)
+    assert set(found.curve[-1].sites[SITE]) == {Choice("window", {"width": 9, "leading": 1})}
 
 
 def test_where_the_search_looks_next() -> None:
@@ -344,6 +394,7 @@ def test_a_model_in_half_precision(dtype: torch.dtype) -> None:
     assert torch.isfinite(out).all()
 
 
+@pytest.mark.usefixtures("chosen_by_all")
 def test_a_decoder_gets_causal_operators_and_is_compared_by_loss() -> None:
     torch.manual_seed(0)
     decoder = ALL["gpt2"]()[0].eval()

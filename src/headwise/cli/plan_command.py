@@ -56,17 +56,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = shared.Parser(
         prog="headwise plan",
         description="Choose for every head the cheapest operator that keeps the output of the model, also on kinds of "
-        "text that were not tried: half of the texts choose, the others measure.",
+        "text that were not tried: a quarter of the texts choose, the others measure.",
         epilog="Then: headwise rewrite MODEL --plan DIR -o NEW",
     )
     shared.add_model(parser)
-    each = f"2 or 4 of each kind and length, {OTHERS} images"
+    each = f"24 of each kind and length, 2 or 3 for decoders, {OTHERS} images"
     shared.add_inputs(
         parser,
         texts=None,
         texts_default=each,
         kinds=("images",),
-        text_help="plain text, each file a kind of its own (default: prose, code, a manual, records, other languages)",
+        text_help="plain text, each file a kind of its own (default: prose, code, a manual, records, numbers, other languages)",
     )
     parser.add_argument(
         "--tolerance",
@@ -140,7 +140,9 @@ def _batches(options: argparse.Namespace, loaded: LoadedModel) -> tuple[Any, dic
     sources = calibration_texts() if options.text is None else read_kinds(options.text)
     longest = options.length or declared_length(loaded, tokenizer_of(loaded))[0]
     lengths = plan_lengths(loaded.model, longest)
-    kinds = texts_by_kind(loaded, sources, lengths, texts=max(2, options.texts or texts_per_kind(loaded.model)))
+    kinds = texts_by_kind(
+        loaded, sources, lengths, texts=max(2, options.texts or texts_per_kind(loaded.model, longest))
+    )
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     batches = {kind: [placed(batch, options.device, dtype) for batch in given] for kind, given in kinds.items()}
     return batches, {"kind": "text", "source": list(sources), "length": longest}
@@ -149,7 +151,7 @@ def _batches(options: argparse.Namespace, loaded: LoadedModel) -> tuple[Any, dic
 def _print(plan: Plan, files: list[Path]) -> None:
     from headwise.cli.tables import print_table, print_text
 
-    headings = (f"cost at {plan.length}", "predicted drift", "largest measured", "bound for any kind")
+    headings = (f"cost at {plan.length}", "predicted drift", "largest measured", "bound for any text")
     rows = [
         (
             ("→ " if point is plan.point else "") + f"{point.cost:.1%}",
@@ -168,8 +170,8 @@ def _print(plan: Plan, files: list[Path]) -> None:
         title = f"drift of the plan for {plan.tolerance:g} ({plan.measure}), by kind of text and length"
         print_table(title, ("kind", *map(str, plan.lengths)), cells, words=("kind",))
         print_text(
-            f"The bound is for kinds that were not tried: from {len(kinds)} kinds, each with a plan chosen without it, "
-            f"and their spread. Beyond {plan.length} tokens the rewritten model "
+            f"The bound is for one text of a kind that was not tried, at {plan.provenance['confidence']:.0%} confidence: "
+            f"from the spread between and within {len(kinds)} kinds, each with a plan chosen without it. Beyond {plan.length} tokens the rewritten model "
             f"{'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
         )
     if "cache" in plan.timing:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.cost import Cost
 from headwise.errors import InputError, UnsupportedError
@@ -115,6 +115,11 @@ class Kind:
     cross_attention  works for queries and keys at different positions
     from_first_key   positions count from the first real key, so padding before it is moved to the end
     reads_scores     P depends on q and k
+    by_products      P depends on them through the products q . k alone (default).  Other functions of q and k, such as
+                     features of each, depend on where a text stands if positions rotate them, and are refused there
+    ablation         options -> the choice that is left without what is learned: a plan takes the learned kind only for
+                     heads to which it is nearer than this one, and than its own initial tensors, on a kind of text
+                     that it was not fitted to
     features         (x, scale, options) -> features (…, r) of queries or keys x, if P is a softmax over the features of
                      a query times, for each of them, a softmax over the keys: a cache then holds sums, and no key
     pattern          (inputs, options) -> the keys of each query, if P is a softmax over them: all such heads of a layer
@@ -133,6 +138,8 @@ class Kind:
     cross_attention: bool = False
     from_first_key: bool = False
     reads_scores: bool = True
+    by_products: bool = True
+    ablation: Callable[[Options], Choice] | None = None
     features: Callable[[Tensor, float, Options], Tensor] | None = None
     pattern: Callable[[HeadInputs, Options], KeyPattern] | None = None
 
@@ -232,6 +239,14 @@ class Choice:
             known = ", ".join(name for name, kind in KINDS.items() if kind.causal)
             raise UnsupportedError(f"{owner} is causal, but {self} attends to later keys; use one of {known} instead")
 
+    def check_rotary(self, owner: str) -> None:
+        """Raise UnsupportedError unless it may be used in a model whose positions rotate q and k."""
+        if not self.definition.by_products:
+            raise UnsupportedError(
+                f"{owner} rotates queries and keys by their positions, but {self} reads more of them than their "
+                "products, so that the answer would depend on where a text stands; use window instead"
+            )
+
     def initial(self, length: int, width: int) -> Tensors:
         """Learned tensors of one head before fitting, for sequences of up to `length` and heads of `width`."""
         tensors = self.definition.initial(self.options, length, width)
@@ -309,7 +324,15 @@ def _cost(choice: Choice, n: int, width: int, causal: bool) -> Cost:
     return replace(cost, multiply_adds=cost.multiply_adds // 2) if causal and choice.kind == "softmax" else cost
 
 
-def candidates(length: int, *, causal: bool) -> list[Choice]:
+def candidates(length: int, *, causal: bool, rotary: bool = False) -> list[Choice]:
     """The choices that `plan` tries for sequences of up to `length`."""
     choices = [Choice(name, options) for name, kind in KINDS.items() for options in kind.candidates(length, causal)]
-    return [choice for choice in choices if choice.causal or not causal]
+    return [x for x in choices if (x.causal or not causal) and (x.definition.by_products or not rotary)]
+
+
+def has_rotary_positions(model: nn.Module) -> bool:
+    """Whether positions rotate queries and keys, by the names that transformers gives its modules and settings."""
+    config = getattr(model, "config", None)
+    return getattr(config, "rotary_dim", None) is not None or any(
+        "Rotary" in type(module).__name__ for module in model.modules()
+    )

@@ -35,7 +35,7 @@ from headwise.reading import (
     whole,
 )
 from headwise.replacement.install.mixed_heads import MixedHeads
-from headwise.replacement.kinds import Choice
+from headwise.replacement.kinds import Choice, has_rotary_positions
 from headwise.replacement.standard_kinds import SOFTMAX
 
 SCHEMA = 3
@@ -118,8 +118,8 @@ class PlanPoint:
 
     cost       of attention, relative to the model as it was
     predicted  drift that the sensitivities of the heads predict
-    drift      measured, by kind of text and length, on texts that did not choose the plan
-    bound      upper bound for kinds of text that were not tried, which a tolerance is compared with
+    drift      largest measured, by kind of text and length, with the plan of the same cost chosen without that kind
+    bound      for one text of a kind that was not tried, at each of the lengths; a tolerance is compared with it
     """
 
     sites: Sites
@@ -214,13 +214,15 @@ class Plan:
         planned = str(self.model.get("class", name)).removeprefix("Headwise")
         if planned != name:
             raise InputError(f"the plan was made for a {planned}, but the model is a {name}; plan again for this model")
-        modules = dict(model.named_modules())
+        modules, rotary = dict(model.named_modules()), has_rotary_positions(model)
         for site, head, choice in each_head(self.sites):
             module = site.partition("@")[0]
             if module not in modules:
                 raise InputError(f"the plan was made for another model: {name} has no module {module!r}")
             if self.model["sites"][site].get("causal", getattr(modules[module], "is_causal", False)):
                 choice.check_causal(f"{site}: head {head}")
+            if rotary:
+                choice.check_rotary(name)
         positions = max_positions(model)
         if positions is not None and self.length > positions:
             raise InputError(f"the plan is for a length of {self.length}, but {name} has {positions} positions")

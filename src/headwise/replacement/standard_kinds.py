@@ -39,8 +39,8 @@ from headwise.replacement.kinds import (
     register_kind,
 )
 
-LEADING = 4
-"""Candidates attend to the first keys: heads with nothing to attend to use them, and break without them."""
+LEADING = (0, 4, 16)
+"""First keys that candidates attend to: heads with nothing to attend to use them, and break without them."""
 
 LARGEST = 1 << 20
 """Bound of everything that is counted in tokens or features."""
@@ -117,8 +117,8 @@ def _window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOpera
 
 def _windows(length: int, causal: bool) -> list[Options]:
     """Widths 2^i up to half the length: a window on one side has as many keys as half of one on both sides."""
-    widths = [1 << i for i in range(4, 20) if (1 << i) <= length // 2]
-    return [{"width": width if causal else width + 1, "leading": LEADING} for width in widths[-7:]]
+    widths = [1 << i for i in range(4, 20) if (1 << i) <= length // 2][-7:]
+    return [{"width": w if causal else w + 1, "leading": leading} for w in widths for leading in LEADING]
 
 
 def _fixed(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
@@ -311,6 +311,8 @@ STANDARD_KINDS = {
         candidates=_none,
         causal=True,
         from_first_key=True,
+        by_products=False,
+        ablation=lambda o: Choice("window", {"width": 2 * o["block"] + 1, "leading": o["leading"]}),
         pattern=_near_far_pattern,
     ),
     "efficient": Kind(
@@ -321,6 +323,7 @@ STANDARD_KINDS = {
         cached=True,
         cross_attention=True,
         features=lambda x, scale, options: x * (options["sharpness"] * scale),
+        by_products=False,
         candidates=_none,
     ),
     "strided": Kind(
@@ -343,6 +346,7 @@ STANDARD_KINDS = {
         _hashed,
         {"rounds": KindOption(4, 1, 64), "chunk": KindOption(64, 1, LARGEST)},
         causal=True,
+        by_products=False,
         candidates=_none,
     ),
     "nystrom": Kind(
@@ -368,6 +372,7 @@ STANDARD_KINDS = {
         _factored,
         {"rank": RANK, "sharpness": SHARPNESS},
         _initial_projections,
+        by_products=False,
         step_sizes=PROJECTION_STEPS,
         cross_attention=True,
         from_first_key=True,
@@ -380,6 +385,7 @@ STANDARD_KINDS = {
         _initial_window_low_rank,
         step_sizes={**PROJECTION_STEPS, "bias": 0.1},
         from_first_key=True,
+        ablation=lambda o: Choice("window", {"width": o["width"], "leading": o["leading"]}),
         candidates=_none,
     ),
 }

@@ -12,6 +12,7 @@ import headwise
 from headwise.errors import UnsupportedError
 from headwise.replacement import Choice, HeadCache
 from headwise.replacement.install.head_cache import cache_bytes
+from headwise.replacement.install.kept_keys import KeyRing, NewKeys, Reach
 from tests.replacement.install.test_transformers_models import causal_lm, ids, shaken
 from tests.replacement.plans import CACHED, plan_for
 
@@ -145,7 +146,7 @@ def test_it_holds_what_the_heads_need() -> None:
         in_steps(rewritten(model, one), tokens, keep, [n - 1, 1], cache)  # any model of the same shape
         assert cache.get_seq_length() == n
     in_steps(model, tokens, keep, [n], usual)
-    room = n - 1 + 64  # the prompt, and room for more
+    room = n  # short caches have no room to spare
     assert cache_bytes(usual) == 2 * n * size
     assert whole.nbytes == 2 * room * size
     assert half.nbytes == (room + 6) * size
@@ -316,3 +317,31 @@ def test_what_cannot_be_done_is_said() -> None:
     odd[..., 3, 1] = False
     with pytest.raises(UnsupportedError, match=r"neither padding nor causal"), torch.no_grad():
         model(input_ids=ids(1, 5), attention_mask=odd, past_key_values=HeadCache(model))
+
+
+def test_long_rings_grow_ahead_and_short_ones_hold_what_they_need() -> None:
+    keys = torch.randn(1, 2, 700, 4)
+    ring = KeyRing([Reach()], keys, keys)
+    for n, room in ((40, 40), (41, 41), (511, 511), (600, 637), (637, 637), (638, 677)):
+        ring.write(keys[:, :, ring.highest : n], keys[:, :, ring.highest : n], NewKeys(ring.highest, n, 1.0))
+        assert ring.keys.shape[2] == ring.values.shape[2] == room
+        assert torch.equal(ring.keys[:, :, :n], keys[:, :, :n])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_is_the_original_bit_for_bit_while_its_windows_reach_all_keys(family: str) -> None:
+    """Windows of 12 keys: at 12 the same states as with a DynamicCache, and as many bytes; at 13 others."""
+    model = FAMILIES[family]()
+    new = rewritten(model, [SOFTMAX, SOFTMAX, Choice("window", {"width": 10, "leading": 2}), SOFTMAX])
+    found, usual = HeadCache(new), transformers.DynamicCache(config=model.config)
+    tokens = ids(1, 40)
+    with torch.no_grad():
+        for start, stop in ((0, 8), *((n, n + 1) for n in range(8, 14))):
+            a, b = (
+                each(tokens[:, start:stop], past_key_values=past).logits
+                for each, past in ((new, found), (model, usual))
+            )
+            assert torch.equal(a, b) == (stop <= 12)
+            if stop == 12 and family != "sliding layers":
+                assert found.nbytes == cache_bytes(usual)
+    assert (a - b).abs().max() > 1e-4

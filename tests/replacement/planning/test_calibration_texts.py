@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from headwise.errors import InputError
 from headwise.models.load import SAMPLES, load_model
 from headwise.replacement.planning.calibration_texts import (
     calibration_texts,
+    numbers,
+    piece_starts,
     plan_lengths,
     read_kinds,
     records,
@@ -17,9 +20,9 @@ from headwise.replacement.planning.calibration_texts import (
 )
 
 
-def test_five_kinds_that_are_not_alike() -> None:
+def test_six_kinds_that_are_not_alike() -> None:
     texts = calibration_texts()
-    assert texts.keys() == {"prose", "code", "manual", "languages", "records"}
+    assert texts.keys() == {"prose", "code", "manual", "languages", "records", "numbers"}
     assert all(len(text) > 9000 for text in texts.values())
     words = [set(text.split()) for text in texts.values()]
     assert all(len(a & b) < 0.5 * len(a) for a in words for b in words if a is not b)
@@ -66,3 +69,23 @@ def test_pieces_are_spread_over_each_file_at_every_length(minilm) -> None:
         texts_by_kind(minilm, {"numbers": text}, (9999,), texts=2)
     with pytest.raises(InputError, match="cannot be cut into 2 pieces"):
         texts_by_kind(minilm, {"empty": "one"}, (16,), texts=2)
+
+
+def test_short_sources_give_fewer_pieces_that_hardly_overlap(minilm) -> None:
+    """A source of 300 tokens: two pieces may share a fifth, and half as much is too short for two."""
+    text = " ".join(["word"] * 300)
+    found = texts_by_kind(minilm, {"words": text}, (32, 128, 256), texts=24)
+    lengths = [batch["input_ids"].shape[1] for batch in found["words"]]
+    assert lengths == [32] * 12 + [128] * 2
+    assert piece_starts(300, 126, 24) == [0, 174]
+    assert piece_starts(300, 160, 24) == [0, 140]
+    assert piece_starts(300, 100, 2) == [0, 200]
+    starts = piece_starts(1000, 90, 24)
+    assert min(b - a for a, b in pairwise(starts)) >= 0.8 * 90 - 1
+
+
+def test_numbers_are_reproducible_rows_of_six_values() -> None:
+    text = numbers(50)
+    assert text == numbers(50) != numbers(50, seed=1)
+    assert {line.count(",") for line in text.splitlines()} == {5}
+    assert text.splitlines()[1].startswith("2023-01-01 00:00,ST-")

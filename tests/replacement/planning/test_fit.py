@@ -9,9 +9,10 @@ import torch
 from headwise.operators.linear.near_far import near_far
 from headwise.operators.masks import Mask
 from headwise.operators.relative.toeplitz import toeplitz_softmax
+from headwise.operators.sparse.window import window
 from headwise.operators.uniform import uniform
 from headwise.replacement import AttentionSample, Choice, HeadInputs
-from headwise.replacement.planning.fit import errors, fit
+from headwise.replacement.planning.fit import beats_ablation, errors, fit
 from headwise.replacement.standard_kinds import mean_profile
 
 SEED = torch.Generator().manual_seed(0)
@@ -60,3 +61,18 @@ def test_a_head_keeps_its_initial_tensors_if_they_are_better_on_held_out_texts(m
     monkeypatch.setattr("headwise.replacement.planning.fit._initial", lambda *args: start)
     tensors = fit(choice, [*held_out, *others], length=48, steps=60, generator=generator())
     assert (errors(choice, held_out, tensors) <= errors(choice, held_out, start) + 1e-12).all()
+
+
+def test_a_learned_far_part_must_beat_the_window_and_its_initial_features_on_other_texts() -> None:
+    """Head 0 has the far part that was learned, head 1 only a window on the text that judges."""
+    a, b = torch.randn(2, 2, 1, 8, generator=SEED).unbind(0)
+    true, frozen = {"a": a, "b": b, "c": torch.zeros(2, 1)}, {"a": a * 0, "b": b * 0, "c": torch.zeros(2, 1)}
+    choice = Choice("near_far", {"block": 4, "rank": 1, "leading": 1})
+    (other,) = samples(lambda q, k: near_far(q, k, **true, block=4, leading=1, scale=8**-0.5), 1)
+    near = window(other.inputs.q, other.inputs.k, 9, leading=1, scale=8**-0.5)(other.v)
+    output = torch.stack([other.output[:, 0], near[:, 1]], dim=1)
+    assert beats_ablation(choice, [replace(other, output=output)], true, frozen).tolist() == [True, False]
+    assert beats_ablation(choice, [other], true, true).tolist() == [False, False]  # nothing was learned
+    projected = Choice("projected", {"rank": 2})
+    tensors = fit(projected, [other], length=48, steps=0, generator=generator())
+    assert beats_ablation(projected, [other], tensors, tensors).tolist() == [False, False]

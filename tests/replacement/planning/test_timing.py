@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headwise.replacement import SOFTMAX, Choice, Plan
+from headwise.replacement.install import kept_keys as kept_keys_module
 from headwise.replacement.planning import timing
 from headwise.replacement.planning.capture import AttentionSite
 from headwise.replacement.planning.timing import kept_keys, relative_costs, time_plan
@@ -19,9 +20,8 @@ def plan(*choices: Choice) -> Plan:
     return Plan({"sites": {"a": facts, "b": facts}}, 64, {"a": list(choices), "b": [SOFTMAX] * 4})
 
 
-@pytest.mark.parametrize("objective", ["memory", "decode"])
-def test_keys_that_the_cache_keeps(objective: str) -> None:
-    costs = relative_costs(SITES, [SOFTMAX, WINDOW], 64, objective)
+def test_keys_that_the_cache_keeps() -> None:
+    costs = relative_costs(SITES, [SOFTMAX, WINDOW], 64, "memory")
     assert costs["a", SOFTMAX] == pytest.approx(1 / 4)  # of four key-value heads
     assert costs["a", WINDOW] == pytest.approx(20 / 64 / 4)
     assert kept_keys(WINDOW, 10) == 10
@@ -33,10 +33,34 @@ def test_multiply_adds_are_counted() -> None:
     assert costs["b", WINDOW] / costs["b", SOFTMAX] == pytest.approx(expected)
 
 
-def test_seconds_of_decoders_are_half_prefill_and_half_cache() -> None:
-    costs = relative_costs(SITES, [SOFTMAX, WINDOW], 64, "seconds")
-    assert sum(2 * costs[name, SOFTMAX] for name in SITES) == pytest.approx(1)
-    assert costs["a", WINDOW] > 20 / 64 / 4 / 2
+def test_seconds_of_decoders_are_half_prefill_and_half_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_seconds_alone", lambda choice, *size: 8.0 if choice == SOFTMAX else 2.0)
+    monkeypatch.setattr(timing, "_seconds_of_token", lambda choice, *size: 3.0 if choice == SOFTMAX else 1.0)
+    for objective, share in (("prefill", 2 / 8), ("decode", 1 / 3), ("seconds", (2 / 8 + 1 / 3) / 2)):
+        costs = relative_costs(SITES, [SOFTMAX, WINDOW], 64, objective)
+        assert costs["a", SOFTMAX] == pytest.approx(1 / 4)  # of four key-value heads
+        assert costs["a", WINDOW] == pytest.approx(share / 4)
+
+
+def test_a_token_is_timed_with_the_cache_that_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every new query sees what the cache of the choice keeps of 64 keys and of those that came after them."""
+    seen: list[int] = []
+    attend = kept_keys_module._shared_keys
+
+    def shared_keys(q: torch.Tensor, k: torch.Tensor, *more) -> torch.Tensor:
+        seen.append(k.shape[2])
+        return attend(q, k, *more)
+
+    monkeypatch.setattr(kept_keys_module, "_shared_keys", shared_keys)
+    timing._seconds_of_token.cache_clear()
+    assert timing._seconds_of_token(SOFTMAX, 4, 2, 8, 64) > 0
+    assert seen == list(range(65, 65 + timing.REPEATS + 1))
+    seen.clear()
+    assert timing._seconds_of_token(WINDOW, 4, 2, 8, 64) > 0
+    assert seen == [20] * (timing.REPEATS + 1)
+    far = Choice("near_far", {"block": 4, "rank": 1})  # has no cache
+    costs = relative_costs(SITES, [SOFTMAX, far], 64, "decode")
+    assert costs["a", far] == costs["a", SOFTMAX]
 
 
 def test_a_group_keeps_what_one_of_its_heads_needs() -> None:

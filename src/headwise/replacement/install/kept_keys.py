@@ -29,6 +29,10 @@ ROWS = 512
 """Queries of a continued prompt that are computed at once: their mask has ROWS x n entries."""
 
 
+SHORT = 512
+"""Keys below which a cache has no room to spare: copying them for every token takes as long as torch.cat."""
+
+
 class NewKeys(NamedTuple):
     """Positions before .. n - 1 are new.
 
@@ -131,7 +135,8 @@ class KeyRing:
     def _grow(self, n: int) -> None:
         n, room = min(n, self.capacity), self.keys.shape[2]
         if n > room:
-            size = min(self.capacity, n + max(64, n // 16))  # room for more, so that most tokens copy nothing
+            # room for more, so that most tokens copy nothing; short caches hold no more than those of transformers
+            size = min(self.capacity, n if n < SHORT else n + n // 16)
             for name in ("keys", "values"):
                 old = getattr(self, name)
                 grown = old.new_empty(*old.shape[:2], size, old.shape[-1])
@@ -270,12 +275,17 @@ Block = KeyRing | RunningSums
 class LayerPast:
     """The past of one layer: a block for every group of key heads that keep the same.
 
-    While the layer runs the original attention (`MixedHeads.runs_exact`), and always with `keep_all`, it holds all keys
-    of all heads instead.
+    While the layer runs the original attention (`MixedHeads.runs_exact`, or every window still reaches all keys), and
+    always with `keep_all`, it holds all keys of all heads instead.
     """
 
     def __init__(self, heads: MixedHeads, *, keep_all: bool = False, spare: int = 0) -> None:
         self.heads, self.keep_all, self.spare = heads, keep_all, spare
+        reaches = [reach(choice) for choice in heads.choices]
+        narrowest = min(each.width + each.leading if each else 0 for each in reaches)
+        self.covered = (
+            narrowest if narrowest < UNBOUNDED else 0
+        )  # keys that every head attends to, if some head drops any
         self.count = 0
         self.whole: AllKeys | None = None
         self.blocks: list[tuple[KeyHeads, Block]] = []
@@ -284,7 +294,7 @@ class LayerPast:
         self, q: Tensor, k: Tensor, v: Tensor, new: NewKeys, original: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         """P v (b, h, m, d) of new queries; `original(k, v)` is the attention of q in the model as it was."""
-        exact = self.heads.runs_exact(new.n)
+        exact = self.heads.runs_exact(new.n) or new.n <= self.covered
         if not new.before:
             unchanged = exact or self.heads.replaced is None
             out = original(k, v) if unchanged else self.heads(q, k, v, key_mask=new.keep, causal=True, scale=new.scale)
@@ -297,6 +307,11 @@ class LayerPast:
             out = self._continue(q, k, v, new, original, exact)
         self.count = new.n
         return out
+
+    def fill(self, k: Tensor, v: Tensor, scale: float) -> None:
+        """Hold the keys and values of a beginning that is attended to by later queries only."""
+        self.count = k.shape[2]
+        self._open(k, v, NewKeys(0, self.count, scale), whole=self.keep_all)
 
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, new: NewKeys, original: Callable[[Tensor, Tensor], Tensor], exact: bool

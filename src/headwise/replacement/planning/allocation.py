@@ -1,4 +1,4 @@
-"""Which operator for which head: a ladder of plans by decreasing cost, and the bound for kinds of text not tried.
+"""Which operator for which head: a ladder of plans by decreasing cost.
 
     drift(x) = x^T G x      G = mean over kinds of G_k,   G_k = mean over texts and samples of x x^T / 2
 
@@ -9,7 +9,6 @@ increase of drift for what it saves: the whole trade-off without running the mod
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -19,9 +18,6 @@ from torch import Tensor
 
 COHERENT = 0.9
 """Factor on the products of different heads, below 1 because errors that cancel on a few texts may not on others."""
-
-T95 = (math.inf, 6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
-"""95 % quantiles of Student's t by degrees of freedom, the last one also for more."""
 
 
 @final
@@ -89,19 +85,3 @@ def gram_of(x: Tensor) -> Tensor:
     gram = COHERENT * (flat @ flat.mT) / (2 * flat.shape[1])
     gram.diagonal().div_(COHERENT)
     return gram
-
-
-def upper_bound(drifts: Sequence[float]) -> float:
-    """Bound for the drift of one more kind: the largest, or mean + t sqrt(1 + 1/K) s at 95 %, whichever is greater.
-
-    >>> upper_bound([0.01, 0.01, 0.01])
-    0.01
-    >>> round(upper_bound([0.01, 0.02, 0.03]), 3)
-    0.054
-    """
-    count, mean = len(drifts), sum(drifts) / len(drifts)
-    if count < 2:
-        return max(drifts)
-    spread = math.sqrt(sum((x - mean) ** 2 for x in drifts) / (count - 1))
-    quantile = T95[min(count - 1, len(T95) - 1)]
-    return max(max(drifts), mean + quantile * math.sqrt(1 + 1 / count) * spread)

@@ -7,6 +7,7 @@
 | manual | the language reference in Python's help, as it is installed | PSF |
 | languages | Kafka, Perrault, Cervantes, Collodi and Caesar in their languages, shipped | public domain |
 | records | log lines, JSON and tables, made here | that of headwise |
+| numbers | measurements of ten stations as comma-separated values, made here | that of headwise |
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ from headwise.replacement.planning.capture import find_sites
 SHORTEST = 4
 """Tokens of a text."""
 
+FEWEST = 2
+"""Texts of a kind: one to choose, one to measure."""
+
+SPACING = 0.8
+"""Neighbouring pieces of one source share at most a fifth."""
+
 PARTS = 5
 """Kinds that one file is cut into."""
 
@@ -49,6 +56,7 @@ def calibration_texts() -> dict[str, str]:
         "prose": SAMPLE_TEXT.read_text(),
         "languages": SAMPLE_TEXT.with_name("languages.txt").read_text(),
         "records": records(1600),
+        "numbers": numbers(3000),
     }
     library = Path(sysconfig.get_path("stdlib"))
     try:
@@ -94,6 +102,21 @@ def records(count: int, seed: int = 0) -> str:
     return "\n".join(lines)
 
 
+def numbers(count: int, seed: int = 0) -> str:
+    """`count` lines of comma-separated values: hour, station, and four values that wander."""
+    rng, lines = random.Random(seed), ["time,station,temperature,pressure,humidity,wind"]
+    ranges = ((-20.0, 40.0), (970.0, 1040.0), (5.0, 100.0), (0.0, 30.0))
+    stations = {f"ST-{rng.randrange(100, 1000)}": [rng.uniform(*bounds) for bounds in ranges] for _ in range(10)}
+    for i in range(count):
+        name, values = list(stations.items())[i % 10]
+        for j, (low, high) in enumerate(ranges):
+            values[j] = min(high, max(low, values[j] + rng.gauss(0, (high - low) / 50)))
+        hour = i // 10
+        when = f"2023-{1 + hour // 24 // 28 % 12:02}-{1 + hour // 24 % 28:02} {hour % 24:02}:00"
+        lines.append(",".join([when, name, *(f"{value:.1f}" for value in values)]))
+    return "\n".join(lines)
+
+
 def model_is_causal(model: nn.Module) -> bool:
     """Whether all attention of a model of tokens is causal, from a run on a few of them."""
     device = next((x.device for x in model.parameters()), None)
@@ -108,9 +131,17 @@ def plan_lengths(model: nn.Module, length: int) -> tuple[int, ...]:
     return (*shorter, length)
 
 
-def texts_per_kind(model: nn.Module) -> int:
-    """Half of them choose, half measure; the predictions of a language model for one text are thousands of answers."""
-    return 2 if model_is_causal(model) else 4
+def texts_per_kind(model: nn.Module, length: int) -> int:
+    """A quarter of them choose; the predictions of a language model for one text are thousands of answers."""
+    if model_is_causal(model):
+        return 3 if length <= 4096 else 2
+    return 24
+
+
+def piece_starts(tokens: int, size: int, texts: int) -> list[int]:
+    """Where up to `texts` pieces of `size` begin in a source of `tokens`, evenly spread."""
+    pieces = min(texts, 1 + int((tokens - size) / (SPACING * size)))
+    return [i * (tokens - size) // max(1, pieces - 1) for i in range(pieces)]
 
 
 def texts_by_kind(
@@ -118,7 +149,8 @@ def texts_by_kind(
 ) -> dict[str, list[Any]]:
     """{kind: batches of one text}: `texts` pieces of each length, spread evenly over each source.
 
-    A source that is too short for that is cut into `texts` pieces that are as long as they can be.
+    A source that is too short for that gives fewer of them, at least two; and one that is too short for two, two pieces
+    that are as long as they can be.
     """
     check_takes(loaded, "text")
     tokenizer = tokenizer_of(loaded)
@@ -132,13 +164,14 @@ def texts_by_kind(
     for kind, content in sources.items():
         with gate.failures(f"the tokenizer of {loaded.name} cannot read the text {kind}"):
             ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) < texts * SHORTEST:
-            raise InputError(f"{kind}: {len(ids)} tokens cannot be cut into {texts} pieces of at least {SHORTEST}")
+        fewest = min(texts, FEWEST)
+        if len(ids) < fewest * SHORTEST:
+            raise InputError(f"{kind}: {len(ids)} tokens cannot be cut into {fewest} pieces of at least {SHORTEST}")
         for length in lengths:
-            size = min(length - special, len(ids) // texts)
+            size = min(length - special, int(len(ids) / (1 + SPACING * (fewest - 1))))
             if length != lengths[0] and size < length - special:
                 continue  # its pieces are those of a smaller length, or of the smallest
-            starts = [i * (len(ids) - size) // max(1, texts - 1) for i in range(texts)]
+            starts = piece_starts(len(ids), size, texts)
             rows = [torch.tensor([[*before, *ids[start : start + size], *after]]) for start in starts]
             kinds.setdefault(kind, []).extend(with_decoder(loaded.model, {"input_ids": row}) for row in rows)
     return kinds

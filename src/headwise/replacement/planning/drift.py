@@ -24,6 +24,9 @@ from headwise.models.run import OwnHook, run_model
 Replacement = Callable[..., Tensor]
 """(q, k, v, key_mask=, causal=, scale=) -> output of a site, such as MixedHeads."""
 
+PROBES = 96
+"""Random directions in all, at least 4 and at most 12 for each text: many texts tell more than many directions."""
+
 CHUNK = 256
 """Positions whose logits are held at once: those of 4096 positions and a vocabulary of 50,000 are 800 MB."""
 
@@ -134,13 +137,13 @@ class PooledStates:
         return (1 - cosine).clamp(min=0).masked_fill(nothing, 0).nan_to_num(nan=1e9).view(1, -1, 1)
 
 
-def answer_for(model: nn.Module, batch: Any, *, causal: bool) -> Answer:
-    """Predictions of decoders whose output embedding is known, states of all other models."""
+def answer_for(model: nn.Module, batch: Any, *, causal: bool, texts: int = 1) -> Answer:
+    """Predictions of decoders whose output embedding is known, states of all other models; `texts` share the probes."""
     if causal and isinstance(batch, Mapping) and "input_ids" in batch:
         tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
         if _output_embedding(model) is not None or (tied and hasattr(model, "get_input_embeddings")):
             return Predictions()
-    return PooledStates()
+    return PooledStates(min(12, max(4, -(-PROBES // texts))))
 
 
 def _output_embedding(model: nn.Module) -> nn.Module | None:

@@ -77,6 +77,14 @@ def errors(choice: Choice, samples: Sequence[AttentionSample], tensors: Tensors)
     return torch.stack([x.double() for x in relative]).mean(0)
 
 
+def beats_ablation(choice: Choice, samples: Sequence[AttentionSample], tensors: Tensors, frozen: Tensors) -> Tensor:
+    """(h,): whether the fitted tensors are nearer to each head than the initial ones, and than the simpler choice."""
+    own, initial = (errors(choice, samples, each) for each in (tensors, frozen))
+    ablation = choice.definition.ablation
+    simpler = initial if ablation is None else errors(ablation(choice.options), samples, {})
+    return own < torch.minimum(initial, simpler)
+
+
 def _output(choice: Choice, sample: AttentionSample, tensors: Tensors) -> Tensor:
     """P~ v for all heads of the site: (b, h, m, d)"""
     return choice.operator(sample.inputs, tensors)(repeat_heads(sample.v, sample.inputs.q, str(choice)))

@@ -4,9 +4,9 @@
                    ->  plans by decreasing cost                        no pass
                    ->  drift of some of them, by kind and length       one forward pass a text and plan
 
-Half of the texts of each kind choose, the other half measures.  The tolerance is compared with a bound for kinds of
-text that were not tried: the drift of each kind with the plan of the same cost that was chosen without it, and the
-spread over kinds.
+A quarter of the texts of each kind choose, the others measure.  The tolerance is compared with a bound for one text of
+a kind that was not tried, at every length (`prediction_bound`): from the drifts of the texts of each kind with the plan
+of the same cost that was chosen without it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,23 @@ from headwise.models.fingerprint import batch_hash, check_weights, run_key, weig
 from headwise.models.inputs import max_positions
 from headwise.models.run import as_it_was, check_batch
 from headwise.replacement.install.mixed_heads import MixedHeads
-from headwise.replacement.kinds import Choice, Tensors, candidates
-from headwise.replacement.planning.allocation import Allocation, DriftModel, gram_of, upper_bound
+from headwise.replacement.kinds import Choice, Tensors, candidates, has_rotary_positions
+from headwise.replacement.planning.allocation import Allocation, DriftModel, gram_of
 from headwise.replacement.planning.capture import AttentionSite, capture, find_sites
 from headwise.replacement.planning.drift import Answer, answer_for, run_with
-from headwise.replacement.planning.fit import fit
+from headwise.replacement.planning.fit import beats_ablation, fit
+from headwise.replacement.planning.prediction_bound import CONFIDENCE, prediction_bound
 from headwise.replacement.planning.saved_progress import PlanProgress
 from headwise.replacement.planning.sensitivity import sensitivities
 from headwise.replacement.planning.timing import OBJECTIVES, relative_costs, time_plan
-from headwise.replacement.plans import FittedTensors, Plan, PlanPoint, Sites, check_tolerance
+from headwise.replacement.plans import (
+    LARGEST_TOLERANCE,
+    FittedTensors,
+    Plan,
+    PlanPoint,
+    Sites,
+    check_tolerance,
+)
 from headwise.replacement.standard_kinds import SOFTMAX
 
 Report = Callable[[str, int, int], None]
@@ -47,6 +55,9 @@ PARTS = 5
 
 STEPS = 60
 """Steps of Adam for a fit."""
+
+CHOOSING = 4
+"""The first of every so many texts of a kind chooses, the others measure."""
 
 
 def plan(
@@ -86,13 +97,17 @@ def plan(
     with as_it_was(model):
         sites, skipped = _find_sites(model, kinds)
         causal = all(site.causal for site in sites.values())
-        answer = answer_for(model, first, causal=causal)
+        answer = answer_for(model, first, causal=causal, texts=sum(len(given[::CHOOSING]) for given in kinds.values()))
         check_tolerance(tolerance, answer.measure)
         lengths = _lengths(model, kinds, sites, answer, lengths)
-        tried = choices or candidates(lengths[-1], causal=causal)
-        for choice in tried if causal else ():
-            choice.check_causal(type(model).__name__)
-        tried = list(dict.fromkeys([SOFTMAX, *tried]))
+        tried = choices or candidates(lengths[-1], causal=causal, rotary=has_rotary_positions(model))
+        for choice in tried:
+            if causal:
+                choice.check_causal(type(model).__name__)
+            if has_rotary_positions(model):
+                choice.check_rotary(type(model).__name__)
+        simpler = [c.definition.ablation(c.options) for c in tried if c.definition.ablation is not None]
+        tried = list(dict.fromkeys([SOFTMAX, *tried, *simpler]))
         settings = {"seed": seed, "lengths": lengths, "choices": [str(choice) for choice in tried]}
         settings |= {"batches": {kind: [batch_hash(x) for x in given] for kind, given in kinds.items()}}
         run = _Run(
@@ -139,6 +154,7 @@ def plan(
             "objective": objective,
             "kinds": {kind: len(given) for kind, given in kinds.items()},
             "ratio": run.ratio,
+            "confidence": CONFIDENCE,
         },
     ).at(tolerance)
     timing = time_plan(result)
@@ -228,7 +244,8 @@ class _Run:
     evaluations: int
     report: Report
     fitted: dict[tuple[str, Choice], Tensors] = field(default_factory=dict)
-    ratio: float = 1.0  # measured over predicted drift
+    learned: dict[tuple[str, Choice], Tensor] = field(default_factory=dict)  # (h,): what was learned helps elsewhere
+    ratio: float = 5.0  # bound over predicted drift; where the search begins
     done: int = 0
 
     def trade_off(self, tolerance: float) -> list[PlanPoint]:
@@ -237,34 +254,35 @@ class _Run:
         self._fit()
         model = DriftModel(self._costs(), {kind: self._gram(kind) for kind in self.kinds})
         ladder, without = model.ladder(), {kind: model.ladder(without=kind) for kind in self.kinds}
-        predicted = [model.predicted(plan) for plan in ladder]
+        predicted = [statistics.fmean(model.predicted(plan).values()) for plan in ladder]
         measured = {
             0: PlanPoint(self._sites(ladder[0]), 1.0, drift={kind: {self.lengths[-1]: 0.0} for kind in self.kinds})
         }
         before = self._exact_states()
         for _ in range(self.evaluations):
-            index = _next(measured, [self.ratio * upper_bound(list(p.values())) for p in predicted], tolerance)
+            index = _next(measured, [self.ratio * drift for drift in predicted], tolerance)
             if index is None:
                 break
-            plan, mean = ladder[index], statistics.fmean(predicted[index].values())
-            drift = {kind: self._drift(kind, plan, before[kind]) for kind in self.kinds}
-            unseen = {kind: self._drift(kind, _at_cost(without[kind], plan.cost), before[kind]) for kind in self.kinds}
-            worst = [max(*drift[kind].values(), *unseen[kind].values()) for kind in self.kinds]
-            measured[index] = PlanPoint(self._sites(plan), plan.cost, mean, drift, upper_bound(worst))
-            self.ratio = _ratio(measured.values(), predicted)
+            plan = ladder[index]
+            drifts = {kind: self._drifts(kind, _at_cost(without[kind], plan.cost), before[kind]) for kind in self.kinds}
+            largest = {kind: {n: max(row) for n, row in rows.items()} for kind, rows in drifts.items()}
+            bound = min(_bound(drifts), LARGEST_TOLERANCE[self.answer.measure])
+            measured[index] = PlanPoint(self._sites(plan), plan.cost, predicted[index], largest, bound)
+            ratios = [each.bound / each.predicted for each in measured.values() if each.predicted > 0]
+            self.ratio = statistics.median(ratios)
         self._advance(self._total() - self.done)
         return _pareto(list(measured.values()))
 
     # ---- sensitivities ----
 
     def _choosing(self, kind: str) -> Sequence[Any]:
-        return self.kinds[kind][::2]
+        return self.kinds[kind][::CHOOSING]
 
     def _measuring(self, kind: str) -> Sequence[Any]:
-        return self.kinds[kind][1::2]
+        return [batch for i, batch in enumerate(self.kinds[kind]) if i % CHOOSING]
 
     def _fit(self) -> None:
-        """Learned tensors of every choice that has some, from texts of all kinds."""
+        """Learned tensors of every choice that has some, from texts of all kinds but the last, which judges them."""
         learned = [
             c for c in self.choices if any(c.shapes(self.lengths[-1], site.width) for site in self.sites.values())
         ]
@@ -272,12 +290,19 @@ class _Run:
 
             def compute(site: str = site) -> dict[str, Tensors]:
                 samples = [capture(self.model, self._choosing(kind)[-1:], [site])[site][0] for kind in self.kinds]
-                generator = torch.Generator().manual_seed(self.seed)
-                options = {"length": self.lengths[-1], "steps": STEPS, "generator": generator}
-                return {str(choice): fit(choice, samples, **options) for choice in learned}
+                fits: dict[str, Tensors] = {}
+                for choice in learned:
+                    options = {"length": self.lengths[-1], "generator": torch.Generator().manual_seed(self.seed)}
+                    tensors = fit(choice, samples[:-1], steps=STEPS, **options)
+                    options = {**options, "generator": torch.Generator().manual_seed(self.seed)}
+                    frozen = fit(choice, samples[:-1], steps=0, **options)
+                    fits[str(choice)] = tensors
+                    fits[f"{choice} learned"] = {"": beats_ablation(choice, samples[-1:], tensors, frozen)}
+                return fits
 
-            fits = self.store.stored(f"fit {site}", compute)
+            fits = self.store.stored(f"fit and judge {site}", compute)
             self.fitted |= {(site, choice): fits[str(choice)] for choice in learned}
+            self.learned |= {(site, choice): fits[f"{choice} learned"][""] for choice in learned}
 
     def _gram(self, kind: str) -> Tensor:
         """Mean over the texts of a kind of x x^T / 2, (units * choices) on both sides."""
@@ -298,13 +323,14 @@ class _Run:
         return torch.stack(grams).mean(0)
 
     def _costs(self) -> Tensor:
-        """(units, choices)"""
-        rows = [
-            [self.costs[name, c] for c in self.choices]
-            for name, s in self.sites.items()
-            for _ in range(s.key_value_heads)
-        ]
-        return torch.tensor(rows, dtype=torch.float64)
+        """(units, choices); infinite for a learned choice that is no better than its ablation at some head of a unit"""
+        rows = []
+        for name, site in self.sites.items():
+            costs = torch.tensor([self.costs[name, c] for c in self.choices], dtype=torch.float64)
+            better = [self.learned.get((name, c), torch.ones(site.heads, dtype=torch.bool)) for c in self.choices]
+            kept = torch.stack(better).unflatten(1, (site.key_value_heads, -1)).all(-1)  # (choices, units)
+            rows.append(costs.where(kept.mT, torch.inf))
+        return torch.cat(rows)
 
     # ---- plans ----
 
@@ -322,24 +348,24 @@ class _Run:
             for kind in self.kinds
         }
 
-    def _drift(self, kind: str, plan: Allocation, before: Sequence[Tensor]) -> dict[int, float]:
-        """Largest measured drift of the batches of one kind, each a mean over its texts, by length."""
+    def _drifts(self, kind: str, plan: Allocation, before: Sequence[Tensor]) -> dict[int, list[float]]:
+        """Measured drift of every text of one kind, by length."""
 
-        def compute() -> dict[int, float]:
+        def compute() -> dict[int, list[float]]:
             sites = self._sites(plan).items()
             heads = {site: self._heads(site, choices) for site, choices in sites if set(choices) != {SOFTMAX}}
-            by_length: dict[int, float] = {}
+            by_length: dict[int, list[float]] = {}
             for batch, states in zip(self._measuring(kind), before, strict=True):
                 drift = self.answer.drift(self.model, batch, states, run_with(self.model, batch, self.answer, heads))
                 length = _length(batch, self.lengths[-1])
                 shorter = [n for n in self.lengths if n <= length and self.answer.by_position]
                 for n in shorter or [length]:
-                    by_length[n] = max(by_length.get(n, 0.0), float(drift[..., :n].mean((1, 2)).max()))
+                    by_length.setdefault(n, []).extend(drift[..., :n].mean(2).amax(0).tolist())
             return dict(sorted(by_length.items()))
 
-        drift = self.store.stored(f"drift {kind} {plan.chosen}", compute)
+        drifts = self.store.stored(f"drifts {kind} {plan.chosen}", compute)
         self._advance(sum(_length(batch, 1) for batch in self._measuring(kind)))
-        return drift
+        return drifts
 
     def _heads(self, site: str, choices: Sequence[Choice]) -> MixedHeads:
         fitted = {
@@ -361,7 +387,7 @@ class _Run:
     def _total(self) -> int:
         choosing = sum(_length(batch, 1) for kind in self.kinds for batch in self._choosing(kind))
         measuring = sum(_length(batch, 1) for kind in self.kinds for batch in self._measuring(kind))
-        return self._pass() * choosing + 2 * self.evaluations * measuring
+        return self._pass() * choosing + self.evaluations * measuring
 
     def _pass(self) -> int:
         """Work of a forward and backward pass with all candidates, in forward passes: measured, roughly."""
@@ -399,11 +425,16 @@ def _next(measured: Mapping[int, PlanPoint], bounds: Sequence[float], tolerance:
     return None
 
 
-def _ratio(points: Iterable[PlanPoint], predicted: Sequence[Mapping[str, float]]) -> float:
-    """Median over plans of (bound / bound from predictions)."""
-    by_mean = {statistics.fmean(p.values()): upper_bound(list(p.values())) for p in predicted}
-    ratios = [point.bound / by_mean[point.predicted] for point in points if point.predicted > 0]
-    return statistics.median(ratios) if ratios else 1.0
+def _bound(drifts: Mapping[str, Mapping[int, Sequence[float]]]) -> float:
+    """Largest bound over lengths for one text of a new kind; {kind: {length: drift of every text}}.
+
+    If some length has texts of a single kind, texts of all lengths together are bounded too.
+    """
+    lengths = sorted({n for rows in drifts.values() for n in rows})
+    groups = [{kind: rows[n] for kind, rows in drifts.items() if n in rows} for n in lengths]
+    if any(len(group) == 1 for group in groups):
+        groups.append({kind: [d for row in rows.values() for d in row] for kind, rows in drifts.items()})
+    return max(prediction_bound(group) for group in groups if len(group) > 1)
 
 
 def _pareto(points: Sequence[PlanPoint]) -> list[PlanPoint]:

@@ -43,7 +43,9 @@ def sensitivities(
     """
     samples: dict[str, Tensor] = {}
     outputs: list[Tensor] = []
-    recomputing = False
+    calls: dict[str, tuple[SdpaArguments, Tensor]] = {}  # of one layer at a time, if layers are recomputed
+    layers = layers_of(model, list(sites)).values() if answer.probes == 1 else ()
+    backward = False
 
     def watch(name: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
         out = original(*call, **options)
@@ -51,15 +53,18 @@ def sensitivities(
             return out
         if not out.requires_grad:
             out.requires_grad_()
-        if recomputing:
+        if backward or not layers:
+            arguments = read_sdpa(*call, **options)
+            arguments = arguments._replace(q=arguments.q.detach(), k=arguments.k.detach(), v=arguments.v.detach())
+            calls[name] = arguments, four_axes(out.detach())
+        if backward:
             return out
-        arguments = read_sdpa(*call, **options)
-        arguments = arguments._replace(q=arguments.q.detach(), k=arguments.k.detach(), v=arguments.v.detach())
-        exact, gradients = four_axes(out.detach()), []
+        gradients: list[Tensor] = []
 
         def collect(gradient: Tensor) -> None:
             gradients.append(four_axes(gradient.detach()))
             if len(gradients) == answer.probes:
+                arguments, exact = calls.pop(name)
                 groups = sites[name].key_value_heads
                 samples[name] = _products(candidates[name], arguments, exact, gradients, groups, answer.by_position)
 
@@ -67,10 +72,11 @@ def sensitivities(
         outputs.append(out)
         return out
 
-    layers = layers_of(model, list(sites)).values() if answer.probes == 1 else ()
-    with torch.enable_grad(), intercept(model, answer=watch), _recomputed(layers):
-        states = answer.run(model, batch)
-        recomputing = True
+    # an interception is off inside of torch.autograd.grad: recomputed layers need one of their own
+    with torch.enable_grad(), _recomputed(layers, lambda: intercept(model, answer=watch)):
+        with intercept(model, answer=watch):
+            states = answer.run(model, batch)
+        backward = True
         for index, gradient in enumerate(answer.gradients(model, states, generator)):
             more = index + 1 < answer.probes
             torch.autograd.grad([states], outputs, [gradient], retain_graph=more, allow_unused=True)
@@ -106,17 +112,26 @@ class _Recomputed:
         self.forward, self.on_instance, self.users = layer.forward, layer.__dict__.get("forward"), 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        contexts = contextlib.nullcontext(), getattr(_THREAD, "context", contextlib.nullcontext)()
+        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
+
+_THREAD = threading.local()
+"""context: makes the context in which this thread recomputes a layer, while it asks for sensitivities"""
 
 _LAYERS = threading.Lock()
 """Held while a layer gets or loses a _Recomputed, so that the last thread restores what the first one found."""
 
 
 @contextlib.contextmanager
-def _recomputed(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """`layers` keep no activations; a forward that was set on an instance is restored, not deleted."""
-    layers = list(dict.fromkeys(layers))
+def _recomputed(
+    layers: Iterable[nn.Module], context: Callable[[], contextlib.AbstractContextManager]
+) -> Iterator[None]:
+    """`layers` keep no activations; a forward that was set on an instance is restored, not deleted.
+
+    They are recomputed in `context()`.
+    """
+    layers, _THREAD.context = list(dict.fromkeys(layers)), context
     with _LAYERS:
         for layer in layers:
             forward = layer.__dict__.get("forward")
@@ -126,6 +141,7 @@ def _recomputed(layers: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
+        del _THREAD.context
         with _LAYERS:
             for layer in layers:
                 forward = layer.__dict__["forward"]

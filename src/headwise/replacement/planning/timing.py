@@ -9,8 +9,11 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from headwise.operators._kernels import native
+from headwise.replacement.install.kept_keys import LayerPast, NewKeys
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice
 from headwise.replacement.planning.capture import AttentionSite
@@ -18,8 +21,8 @@ from headwise.replacement.plans import Plan
 from headwise.replacement.standard_kinds import SOFTMAX
 
 OBJECTIVES = ("seconds", "prefill", "decode", "memory", "multiply-adds")
-"""seconds: attention of one sequence, in decoders the mean of prefill and decode; prefill: the same for all queries at
-once; decode, memory: keys that are kept in the cache, all of which are read for every new token."""
+"""seconds: attention of one sequence, in decoders the mean of the shares of prefill and decode; prefill: seconds for
+all queries at once; decode: seconds for one new token, with a HeadCache; memory: keys that are kept in the cache."""
 
 REPEATS, SLOW = 7, 0.3
 """Most calls that are timed, and the seconds after which three are enough."""
@@ -29,11 +32,11 @@ def relative_costs(
     sites: Mapping[str, AttentionSite], choices: Sequence[Choice], length: int, objective: str
 ) -> dict[tuple[str, Choice], float]:
     """Cost of one key-value head by (site, choice), as a share of exact attention of all heads."""
-    if objective in ("seconds", "prefill") and native.LIBRARY.mode == "auto":
+    if objective in ("seconds", "prefill", "decode") and native.LIBRARY.mode == "auto":
         with native.switched("build"):  # the seconds of later runs, which find the kernels
             native.usable(torch.zeros(1))
     shares: dict[tuple[str, Choice], float] = {}
-    parts = ["prefill", "memory"] if objective == "seconds" and any(s.causal for s in sites.values()) else [objective]
+    parts = ["prefill", "decode"] if objective == "seconds" and any(s.causal for s in sites.values()) else [objective]
     for part in parts:
         costs = {
             (name, choice): _cost(choice, site, length, part) for name, site in sites.items() for choice in choices
@@ -48,11 +51,12 @@ def _cost(choice: Choice, site: AttentionSite, length: int, objective: str) -> f
     shared = site.heads // site.key_value_heads
     if objective == "multiply-adds":
         return shared * choice.cost(length, site.width, site.causal).multiply_adds
-    if objective in ("decode", "memory"):
+    if objective == "memory":
         return 2 * site.width * kept_keys(choice, length)
-    return (
-        _seconds_alone(choice, site.heads, site.key_value_heads, site.width, length, site.causal) / site.key_value_heads
-    )
+    size = site.heads, site.key_value_heads, site.width, length
+    if objective == "decode":  # kinds that cannot use a cache gain nothing from one
+        return _seconds_of_token(choice if choice.definition.cached else SOFTMAX, *size) / site.key_value_heads
+    return _seconds_alone(choice, *size, site.causal) / site.key_value_heads
 
 
 def kept_keys(choice: Choice, n: int) -> int:
@@ -63,6 +67,27 @@ def kept_keys(choice: Choice, n: int) -> int:
 @cache  # sites of one model are alike
 def _seconds_alone(choice: Choice, heads: int, groups: int, width: int, length: int, causal: bool) -> float:
     return _seconds([MixedHeads([choice] * heads, width, length)], groups, length, causal)[0]
+
+
+@cache  # sites of one model are alike
+def _seconds_of_token(choice: Choice, heads: int, groups: int, width: int, length: int) -> float:
+    """Median time of a new query against a cache that holds `length` keys before it."""
+    generator = torch.Generator().manual_seed(0)
+    past = LayerPast(MixedHeads([choice] * heads, width, 2 * length + REPEATS))
+    k, v = torch.randn(2, 1, groups, length, width, generator=generator)
+    q, new_k, new_v = (torch.randn(1, h, 1, width, generator=generator) for h in (heads, groups, groups))
+
+    def original(keys: Tensor, values: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, keys, values, scale=width**-0.5, enable_gqa=True)
+
+    times = []
+    with torch.no_grad():
+        past.fill(k, v, width**-0.5)
+        for n in range(length, length + REPEATS + 1):
+            start = time.perf_counter()
+            past.attend(q, new_k, new_v, NewKeys(n, n + 1, width**-0.5), original)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 def time_plan(plan: Plan) -> dict[str, Any]:

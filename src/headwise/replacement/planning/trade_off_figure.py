@@ -18,7 +18,7 @@ def draw(plan: Plan, file: Path) -> None:
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes: Any = figure.subplots()
     curve = [p for p in plan.curve if 0 < p.bound <= LARGEST]
-    axes.plot([p.cost for p in curve], [p.bound for p in curve], "k.-", linewidth=2, label="bound for any kind")
+    axes.plot([p.cost for p in curve], [p.bound for p in curve], "k.-", linewidth=2, label="bound for any text")
     axes.plot([p.cost for p in curve], [p.largest for p in curve], ".--", label="largest measured")
     scale = "log" if any(p.largest > 0 for p in curve) else "linear"  # a plan may be exact attention only
     axes.set(xscale=scale, yscale=scale, xlabel="attention cost, share of softmax attention")

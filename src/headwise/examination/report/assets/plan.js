@@ -88,6 +88,6 @@ function plan() {
   byId("plan-note").textContent =
     `Planned for ${found.length} ${WORDS.units} and a drift of at most ${found.tolerance} (${found.measure}).` +
     (here
-      ? ` Attention costs ${percent(here.cost)} of softmax; largest drift on ${heldOut} ${format(drift(here))}, bound for other kinds ${format(here.bound)}.`
+      ? ` Attention costs ${percent(here.cost)} of softmax; largest drift on ${heldOut} ${format(drift(here))}, bound for a text of another kind ${format(here.bound)}.`
       : " This plan was edited.");
 }
