@@ -1,6 +1,7 @@
 """Attention by relative position against convolution: nine heads, 64 channels, maps of 32, 64 and 128 cells a side.
 
     python benchmarks/convolution.py exact  [--sides 32 64 128] [--rounds 60]   exact / conv2d, forward and backward
+    python benchmarks/convolution.py nets   [--rounds 60]   whole networks: residual, depthwise, 3-D, 1-D
     python benchmarks/convolution.py time   [--sides 32 64 128] [--rounds 30] [--threads 1]
     python benchmarks/convolution.py memory [--sides 64 128 256]
     python benchmarks/convolution.py alpha       error and centre gradients of soft heads against alpha
@@ -13,6 +14,7 @@ the median over the rounds is printed with its quartiles.  A busy machine slows 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import resource
 import statistics
@@ -81,26 +83,63 @@ def exact_ratios(sides: list[int], rounds: int) -> None:
     Smaller maps take less time and vary more, so they get more rounds: `rounds` at the largest side.
     """
     for side in sides:
-        count = rounds * (max(sides) // side) ** 2
         torch.manual_seed(0)
         conv = nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1)
-        layer = convert(conv)[0]
-        x = torch.randn(1, CHANNELS, side, side, requires_grad=True)
+        x = torch.randn(1, CHANNELS, side, side)
+        print_ratios(f"{side} x {side}   exact / conv2d", conv, x, rounds * (max(sides) // side) ** 2)
 
-        def forward(module: nn.Module, x: Tensor = x) -> Tensor:
-            with torch.no_grad():
-                return module(x)
 
-        def backward(module: nn.Module, x: Tensor = x) -> None:
-            torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
 
-        for name, run in {"forward": forward, "backward": backward}.items():
-            ratios = []
-            for i in range(count + 3):
-                order = (conv, layer) if i % 2 else (layer, conv)  # the second one finds a warmer cache
-                taken = {module: seconds(lambda run=run, module=module: run(module)) for module in order}
-                ratios.append(taken[layer] / taken[conv])
-            print(f"{side} x {side}   exact / conv2d, {name:<10}{spread(ratios[3:])}")
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.inner(x))
+
+
+def networks() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Small networks of the usual kinds of convolution, and an input."""
+    c = 32
+    basic = [nn.Conv2d(c, c, 3, padding=1, bias=False), nn.BatchNorm2d(c), nn.ReLU()]
+    basic += [nn.Conv2d(c, c, 3, padding=1, bias=False), nn.BatchNorm2d(c)]
+    inverted = [nn.Conv2d(c, 4 * c, 1), nn.BatchNorm2d(4 * c), nn.ReLU6()]
+    inverted += [nn.Conv2d(4 * c, 4 * c, 3, padding=1, groups=4 * c), nn.BatchNorm2d(4 * c), nn.ReLU6()]
+    inverted += [nn.Conv2d(4 * c, c, 1), nn.BatchNorm2d(c)]
+    volume = [nn.Conv3d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 16, 3, stride=2, padding=1), nn.ReLU()]
+    wave = [nn.Conv1d(1, c, 9, stride=4), nn.ReLU(), nn.Conv1d(c, c, 3, dilation=4, padding=4), nn.ReLU()]
+
+    def blocks(parts: list[nn.Module]) -> nn.Module:
+        stem = nn.Conv2d(3, c, 3, padding=1)
+        return nn.Sequential(stem, *(Residual(copy.deepcopy(nn.Sequential(*parts))) for _ in range(4)))
+
+    image = torch.randn(4, 3, 32, 32)
+    return {
+        "residual, 3 x 3": (blocks(basic), image),
+        "inverted residual, depthwise": (blocks(inverted), image),
+        "3-D": (nn.Sequential(*volume), torch.randn(2, 1, 24, 24, 24)),
+        "1-D, strided and dilated": (nn.Sequential(*wave), torch.randn(4, 1, 16_000)),
+    }
+
+
+def print_ratios(what: str, old: nn.Module, x: Tensor, rounds: int) -> None:
+    """Time of the converted module / time of the original."""
+    new, x = convert(old)[0], x.requires_grad_()
+
+    def forward(module: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return module(x)
+
+    def backward(module: nn.Module) -> None:
+        torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+
+    for name, run in {"forward": forward, "backward": backward}.items():
+        ratios = []
+        for i in range(rounds + 3):
+            order = (old, new) if i % 2 else (new, old)  # the second one finds a warmer cache
+            taken = {module: seconds(lambda run=run, module=module: run(module)) for module in order}
+            ratios.append(taken[new] / taken[old])
+        print(f"{what}, {name:<10}{spread(ratios[3:])}")
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -193,7 +232,7 @@ def encodings() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["exact", "time", "memory", "alpha", "encodings", "peak"])
+    parser.add_argument("what", choices=["exact", "nets", "time", "memory", "alpha", "encodings", "peak"])
     parser.add_argument("--sides", type=int, nargs="+")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=1)
@@ -204,6 +243,9 @@ def main() -> None:
         times(options.sides or [32, 64, 128], options.rounds or 30)
     elif options.what == "exact":
         exact_ratios(options.sides or [32, 64, 128], options.rounds or 60)
+    elif options.what == "nets":
+        for name, (net, x) in networks().items():
+            print_ratios(f"{name:<30}", net, x, options.rounds or 60)
     elif options.what == "memory":
         memory(options.sides or [64, 128, 256])
     elif options.what == "peak":

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headwise.cli.convert_command import run
-from headwise.convolution import convert
+from headwise.convolution import convert, with_content
 from headwise.errors import InputError
 from tests.convolution.test_conversion import small_cnn
 
@@ -24,6 +24,9 @@ def test_a_factory_to_a_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "whole model" in text
     other, _ = convert(small_cnn())
     other.load_state_dict(torch.load(tmp_path / "out.pt"))
+    assert run([FACTORY, "-o", str(tmp_path / "content.pt"), "--content", "25"]) == 0
+    other, _ = convert(small_cnn(), with_content(25))
+    other.load_state_dict(torch.load(tmp_path / "content.pt"))
 
 
 def test_a_program_to_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,9 +39,10 @@ def test_a_program_to_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[st
     torch.testing.assert_close(torch.export.load(tmp_path / "out.pt2").module()(x), model(x))
 
 
-def test_a_factory_to_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("heads", ["--soft", "--content"])
+def test_a_factory_to_a_program(heads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.pt2"
-    assert run([FACTORY, "-o", str(out), "--input", "1,3,8,8", "--soft", "25"]) == 0
+    assert run([FACTORY, "-o", str(out), "--input", "1,3,8,8", heads, "25"]) == 0
     x = torch.randn(1, 3, 8, 8)
     torch.testing.assert_close(torch.export.load(out).module()(x), small_cnn().eval()(x), rtol=1e-4, atol=1e-5)
     assert "written to" in capsys.readouterr().out

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
-from headwise.convolution import convert, exact, soft, soft_separable, to_convolution
+from headwise.convolution import convert, exact, soft, soft_separable, to_convolution, with_content
 from headwise.errors import HeadwiseError, InputError, ShapeError, UnsupportedError
 from headwise.nn.kernel_attention import KernelAttention, QuadraticAttention, ShiftAttention
 from headwise.testing.contract import normal
@@ -135,6 +136,11 @@ def test_what_is_left_is_listed_with_the_reason() -> None:
     other.weight = tied.weight
     hooked = nn.Conv2d(2, 2, 3)
     hooked.register_forward_hook(lambda *_: None)
+    replaced = nn.Conv2d(2, 2, 3)
+    replaced.forward = lambda input: 2 * input
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantised = torch.ao.nn.quantized.dynamic.Conv2d(2, 2, 3)
     model = nn.ModuleDict(
         {
             "good": first,
@@ -146,6 +152,10 @@ def test_what_is_left_is_listed_with_the_reason() -> None:
             "hooked": hooked,
             "lazy": nn.LazyConv2d(2, 3),
             "normed": torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 3)),
+            "pruned": torch.nn.utils.prune.l1_unstructured(nn.Conv2d(2, 2, 3), "weight", 0.5),
+            "replaced": replaced,
+            "meta": nn.Conv2d(2, 2, 3, device="meta"),
+            "quantised": quantised,
         }
     )
     with warnings.catch_warnings():
@@ -156,12 +166,87 @@ def test_what_is_left_is_listed_with_the_reason() -> None:
     assert isinstance(new["good"], ShiftAttention)
     assert new["good"] is new["again"]  # one layer in two places stays one
     why = {entry.what: entry.why for entry in receipt.left}
-    assert set(why) == {"up", "own", "tied", "other", "hooked", "lazy", "normed"}
+    assert set(why) == {
+        "up",
+        "own",
+        "tied",
+        "other",
+        "hooked",
+        "lazy",
+        "normed",
+        "pruned",
+        "replaced",
+        "meta",
+        "quantised",
+    }
+    assert "prune" in why["pruned"]
+    assert "forward was replaced" in why["replaced"]
+    assert "meta device" in why["meta"]
+    assert "quantised weights" in why["quantised"]
     assert "Doubled may compute something else" in why["own"]
     assert "also that of other" in why["tied"]
     assert "hooks" in why["hooked"]
     assert "no weights yet" in why["lazy"]
     assert "parametrization" in why["normed"]
+
+
+def test_a_copy_beside_weights_that_a_hook_computes_still_computes_them() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the older weight_norm is deprecated, and still in use
+        normed = torch.nn.utils.weight_norm(nn.Conv2d(2, 2, 3))
+    model = nn.Sequential(normed, torch.nn.utils.prune.l1_unstructured(nn.Conv2d(2, 2, 3), "weight", 0.5))
+    model.append(nn.Conv2d(2, 2, 3))
+    x = torch.randn(1, 2, 9, 9)
+    model(x)  # weights with a graph, which copy.deepcopy refuses
+    new, receipt = convert(model)
+    assert len(receipt.left) == 2
+    torch.testing.assert_close(new(x), model(x))
+    with torch.no_grad():
+        cast(Any, new)[0].weight_g.mul_(2)
+    assert not torch.allclose(new(x), model(x))
+
+
+MODES = {"exact": exact, "soft": soft(15.0), "separable": soft_separable(15.0), "content": with_content(15.0)}
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_layout_and_empty_batches_are_those_of_the_convolution(mode: Any, axes: int) -> None:
+    layout = (torch.channels_last, torch.channels_last_3d)[axes - 2]
+    conv = (nn.Conv2d, nn.Conv3d)[axes - 2](4, 6, 3, stride=2, padding=1).to(memory_format=layout)
+    layer, receipt = convert(conv, mode)
+    assert receipt.weights == "float32, channels last"
+    x = torch.randn(2, 4, *(5, 6, 7)[:axes])
+    given = x.contiguous(memory_format=layout)
+    assert layer(given).is_contiguous(memory_format=layout)
+    assert conv(given).is_contiguous(memory_format=layout)
+    torch.testing.assert_close(layer(given), layer(x))
+    none = x[:0].requires_grad_()
+    empty = layer(none)
+    assert empty.shape == conv(none).shape
+    gradients = torch.autograd.grad(empty.sum(), [none, layer.weight, layer.bias])
+    assert [g.abs().sum() for g in gradients] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_half_precision_and_autocast_are_as_near_as_the_convolution(mode: Any, dtype: torch.dtype) -> None:
+    """Twice the convolution's own rounding, plus that of a soft head's weights; values a thousandth below overflow."""
+    conv, x = nn.Conv2d(4, 6, 3, padding=1), torch.randn(2, 4, 8, 8)
+    truth, layer = conv(x), convert(conv, mode)[0]
+    with torch.autocast("cpu", dtype=dtype):
+        ours, theirs = layer(x), conv(x)
+    assert ours.dtype == theirs.dtype == dtype
+    rounding = torch.finfo(dtype).eps * truth.abs().max()
+    assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max() + rounding
+    conv = conv.to(dtype)
+    layer, receipt = convert(conv, mode)
+    assert receipt.weights.startswith(str(dtype).removeprefix("torch."))
+    with torch.no_grad():
+        conv.weight.fill_(1.0)[:, ::2] = -1.0
+        cast(Any, layer).weight.copy_(conv.weight.flatten(2).reshape(cast(Any, layer).weight.shape))
+    large = torch.full((1, 4, 8, 8), 0.999 * torch.finfo(torch.float16).max, dtype=dtype)
+    assert layer(large).isfinite().all() == conv(large).isfinite().all() == torch.tensor(True)
 
 
 def test_nothing_is_half_converted() -> None:

@@ -23,7 +23,8 @@ def run(argv: list[str]) -> int:
         description="Convert every convolution of a model to attention with one head per kernel cell; "
         "outputs are equal up to rounding.",
         epilog="OUT.pt2 is an exported program (python:module:factory then needs --input); OUT.pt is a state dict for "
-        "headwise.convert(factory())[0].  Exit code: 0 if every convolution was converted, 1 if some were left.",
+        "headwise.convert(factory())[0], given soft(ALPHA) or with_content(ALPHA) as here.  Exit code: 0 if every "
+        "convolution was converted, 1 if some were left.",
     )
     parser.add_argument(
         "model",
@@ -33,8 +34,13 @@ def run(argv: list[str]) -> int:
     )
     add_output(parser, metavar="OUT", required=True, help="file to write: .pt2 or .pt")
     parser.add_argument("--allow-pickle", action="store_true", help="load a program that could run code")
-    parser.add_argument(
-        "--soft", type=number(0), metavar="ALPHA", help="quadratic softmax heads with trainable centres"
+    heads = parser.add_mutually_exclusive_group()
+    heads.add_argument("--soft", type=number(0), metavar="ALPHA", help="quadratic softmax heads with trainable centres")
+    heads.add_argument(
+        "--content",
+        type=number(0),
+        metavar="ALPHA",
+        help="the same, with queries and keys of content that start at zero",
     )
     parser.add_argument(
         "--input", type=_sizes, metavar="SIZES", help="shape of an input to run and export with, such as 1,3,32,32"
@@ -60,13 +66,15 @@ def run(argv: list[str]) -> int:
 def _convert(options: argparse.Namespace, file: Path) -> Any:
     import torch
 
-    from headwise.convolution import convert, exact, soft
+    from headwise.convolution import convert, exact, soft, with_content
     from headwise.convolution.exported_program import convert_exported
     from headwise.models.factory import call_factory
     from headwise.models.gate import Trust, load_program
 
     written = io.BytesIO()
     mode = exact if options.soft is None else soft(options.soft)
+    if options.content is not None:
+        mode = with_content(options.content)
     if options.model.endswith(".pt2"):
         if options.out.suffix != ".pt2":
             raise InputError(f"an exported program is written as .pt2, but OUT is {options.out}")
@@ -113,7 +121,7 @@ def _sizes(text: str) -> list[int]:
 def _print_receipt(receipt: Any, out: Path) -> None:
     from headwise.cli.tables import print_table
 
-    title = f"{receipt.what}: {len(receipt.parts) or 1} convolutions are now attention"
+    title = f"{receipt.what}: {len(receipt.parts) or 1} convolutions are now attention ({receipt.weights})"
     headings = ("layer", "parameters", "multiply-adds", "after", "change", "output")  # the last two: largest values
     rows = [
         (

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,11 @@ def _parser() -> argparse.ArgumentParser:
         help="spectra on every K-th batch; 0: none (default: 8)",
     )
     parser.add_argument("--batch", type=texts, default=1, metavar="B", help="texts in one forward pass (default: 1)")
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="with torchrun: the processes share the tokens of each text, not the texts",
+    )
     parser.add_argument("--memory", type=megabytes, metavar="MB", help="megabytes that blocks of P may take")
     shared.add_seed(parser)
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
@@ -90,6 +96,8 @@ def _examine(options: argparse.Namespace, partial: Path, command: str, processes
     from headwise.examination import examine, with_depth, with_importance, with_lengths
     from headwise.models.tokenized import shortened
 
+    if options.sequence_parallel:
+        _check_sequence_parallel(options, processes)
     loaded = shared.load(options)
     inputs = shared.make_inputs(options, loaded)
     tokenizer = _tokenizer(options, loaded, inputs)
@@ -115,7 +123,11 @@ def _examine(options: argparse.Namespace, partial: Path, command: str, processes
             seed=options.seed,
             partial_results=partial,
             progress=advance,
+            sequence_parallel=options.sequence_parallel,
         )
+    if options.sequence_parallel:
+        why = "they run the model on a whole text, which the processes share; examine a shorter text for them"
+        return replace(examination, ablations={"supported": False, "why": why}, paths={"supported": False, "why": why})
     if options.importance:
         passes = len(examination.records) * len(inputs.batches)
         with bar("replacing each head by its mean", passes, quiet=quiet) as advance:
@@ -128,6 +140,19 @@ def _examine(options: argparse.Namespace, partial: Path, command: str, processes
         with bar("switching skips and MLPs off", None, quiet=quiet):
             examination = with_depth(examination, loaded.model, inputs.batches[0])
     return examination
+
+
+def _check_sequence_parallel(options: argparse.Namespace, processes: int) -> None:
+    if processes == 1:
+        raise InputError(
+            "--sequence-parallel is for several processes; start them with torchrun --nproc-per-node N -m headwise "
+            "examine …, or leave it out"
+        )
+    for given, name in ((options.importance, "--importance"), (options.lengths, "--lengths")):
+        if given:
+            raise InputError(f"{name} runs the model on whole texts, which --sequence-parallel shares; leave one out")
+    if options.batch != 1:
+        raise InputError(f"--sequence-parallel shares one text at a time, but --batch is {options.batch}")
 
 
 def _tokenizer(options: argparse.Namespace, loaded: LoadedModel, inputs: Inputs) -> Any:

@@ -20,7 +20,7 @@ def run(argv: list[str]) -> int:
         epilog=(
             "actions:\n"
             "  status   what would run now, and why (the default); exit code 1 if it is not the kernels\n"
-            "  build    compile them now, also after a failed build\n"
+            "  build    compile them now, also after a failed build; a good build is kept unless --force\n"
             "  where    print the directory of the build\n\n"
             "HEADWISE_KERNELS=auto|build|off says when they are compiled: in the background of the first use, during\n"
             "the first use, or never.  HEADWISE_CACHE is the directory for builds (default: ~/.cache/headwise)."
@@ -28,6 +28,7 @@ def run(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("action", nargs="?", choices=ACTIONS, default="status", help="see below")
+    parser.add_argument("--force", action="store_true", help="build: compile even if the build is up to date")
     add_json(parser, "the status")
     options = parser.parse_args(argv)
 
@@ -36,16 +37,20 @@ def run(argv: list[str]) -> int:
     if options.action == "where" and not options.json:
         print(kernel_cache.directory())
         return 0
+    up_to_date = False
     if options.action == "build":
+        before = kernel_cache.read_record()
+        failed = before is not None and before.reason is not None
         with bar("compiling", None, quiet=is_quiet(options)):
-            record = kernel_build.build(force=True)
+            record = kernel_build.build(force=options.force or failed)
         if record.reason is not None and not options.json:
             raise InputError(f"the build failed: {record.reason}")
+        up_to_date = record == before
     facts = _facts()
     if options.json:
         print(json_text(facts, indent=2))
     else:
-        _print(facts)
+        _print(facts, up_to_date)
     return 0 if facts["runs"] == "kernels" or options.action == "where" else 1
 
 
@@ -80,11 +85,11 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print(facts: dict[str, Any], up_to_date: bool) -> None:
     record = facts["build"]
     built = "no"
     if record is not None:
-        outcome = "built" if record["reason"] is None else "failed"
+        outcome = "failed" if record["reason"] is not None else "up to date, built" if up_to_date else "built"
         built = f"{outcome} in {record['seconds']} s by {record['version']}, {record['finished']}"
     rows = {
         "state": facts["state"] if facts["reason"] is None else f"{facts['state']}: {facts['reason']}",

@@ -30,6 +30,7 @@ from headwise.nn.kernel_attention import (
     QuadraticAttention,
     SeparableQuadraticAttention,
     ShiftAttention,
+    is_channels_last,
 )
 from headwise.nn.relative_attention import RelativeAttention
 from headwise.operators.relative.quadratic import log_width
@@ -97,7 +98,7 @@ def convert(module: nn.Module, mode: Mode = exact, *, probe: Tensor | None = Non
     reason = _why_not(module)
     if reason is None:
         return _convert_layer("convolution", cast(Convolution, module), mode, probe)
-    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) or _is_quantised(module):
         raise UnsupportedError(f"convert: {type(module).__name__}: {reason}")
     return _convert_model(module, mode, probe)
 
@@ -158,6 +159,7 @@ def attention_from_kernel(
     maps = probe.shape[0] if probe.dim() == geometry.axes + 2 else 1
     grid = tuple(probe.shape[-geometry.axes :])
     uneven = any(before != after for before, after in geometry.padding)
+    layout = "channels last" if is_channels_last(weight) else "contiguous"
     receipt = Receipt(
         what=name,
         parameters_before=weight.numel() + (0 if bias is None else bias.numel()),
@@ -169,6 +171,7 @@ def attention_from_kernel(
         notes=("padding='same' with an odd reach: one cell more is padded after the map than before it",)
         if uneven
         else (),
+        weights=f"{str(weight.dtype).removeprefix('torch.')}, {layout}",
     )
     return layer, receipt
 
@@ -182,6 +185,8 @@ def _why_not(module: nn.Module) -> str | None:
     """Why this module cannot be converted; None for a convolution that can."""
     if isinstance(module, TRANSPOSED):
         return WHY_NOT_TRANSPOSED
+    if _is_quantised(module):
+        return f"{type(module).__name__} has quantised weights: convert the float model, and quantise afterwards"
     if isinstance(module, LazyModuleMixin):
         return "it has no weights yet: run it once on an input"
     if is_parametrized(module):
@@ -189,10 +194,16 @@ def _why_not(module: nn.Module) -> str | None:
     if type(module) not in CONVOLUTIONS:
         return f"{type(module).__name__} may compute something else than nn.Conv1d, nn.Conv2d or nn.Conv3d"
     module = cast(Convolution, module)
+    if "forward" in vars(module):
+        return "its forward was replaced, so it may compute something else than a convolution"
+    if "weight" not in module._parameters:  # weight_norm and spectral_norm of old, and pruning
+        return "its weight is computed by a hook (weight_norm, spectral_norm, prune): make it permanent by remove first"
+    if module.weight.is_meta:
+        return "its weights are on the meta device: load them first"
     if not module.weight.dtype.is_floating_point:
         return f"its weights are {module.weight.dtype}, not real floating point"
     if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
-        return "it carries hooks, which would be lost: remove them first (weight_norm and spectral_norm are hooks)"
+        return "it carries hooks, which would be lost: remove them first"
     if module.padding_mode not in PAD_MODES:
         return f"its padding mode {module.padding_mode!r} is not one of {', '.join(PAD_MODES)}"
     return None
@@ -220,7 +231,7 @@ def _convert_model(model: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[
         if reason is None:
             layers[name], receipt = _convert_layer(name, cast(Convolution, part), mode, None)
             parts.append(receipt)
-        elif isinstance(part, (*CONVOLUTIONS, *TRANSPOSED)):
+        elif isinstance(part, (*CONVOLUTIONS, *TRANSPOSED)) or _is_quantised(part):
             left.append(Left(name, reason))
     if not layers:
         reasons = "; ".join(f"{entry.what}: {entry.why}" for entry in left)
@@ -249,13 +260,22 @@ def _convert_model(model: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[
         parts=tuple(parts),
         left=tuple(left),
         notes=notes,
+        weights="; ".join(dict.fromkeys(part.weights for part in parts)),
     )
     return new, receipt
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("torch.ao.nn.") and ".quantized" in kind.__module__ and "Conv" in kind.__name__
 
 
 def _with_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
     """A copy of the model with some layers replaced; a layer used in several places stays one layer."""
     memo: dict[int, object] = {id(model.get_submodule(name)): layer for name, layer in layers.items()}
+    for part in model.modules():  # weights that a hook computes anew in every forward; deepcopy refuses them
+        computed = [value for value in vars(part).values() if isinstance(value, Tensor) and not value.is_leaf]
+        memo.update((id(value), value.detach().clone()) for value in computed)
     return copy.deepcopy(model, memo)
 
 

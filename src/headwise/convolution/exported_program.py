@@ -65,6 +65,7 @@ def convert_exported(program: ExportedProgram, mode: Mode = exact) -> tuple[Expo
         scale=scale,
         parts=tuple(parts),
         left=tuple(left),
+        weights="; ".join(dict.fromkeys(part.weights for part in parts)),
     )
     return exported, receipt
 

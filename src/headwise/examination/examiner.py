@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headwise import outputs
+from headwise.distributed.collectives import Ranks, largest
 from headwise.errors import InputError
 from headwise.examination.advice import with_advice
 from headwise.examination.measure.depth import with_depth
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.importance import with_importance
 from headwise.examination.measure.observe import ExaminedSite, Measurement, observe
+from headwise.examination.measure.text_shard import beginning, check_shared_run
 from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
@@ -29,6 +31,9 @@ from headwise.models.run import Batch, as_it_was, check_batch, first_sequence
 from headwise.models.tokenized import tokenized
 from headwise.models.unseen import unseen_attention
 from headwise.operators._kernels import limits, native
+
+EXCERPT = 512
+"""Tokens of the pictures of a text that processes share, on which the first runs the whole model."""
 
 SPECTRA_EVERY = 8
 """A spectrum takes about ten forward passes at 512 tokens; on every eighth batch it takes about one per batch."""
@@ -55,6 +60,7 @@ def examine(
     seed: int = 0,
     partial_results: Path | None = None,
     progress: Callable[[int], None] | None = None,
+    sequence_parallel: bool = False,
 ) -> Examination:
     """Measure every head of `model` over `texts`, or over `batches` of what it takes.
 
@@ -77,6 +83,7 @@ def examine(
     block_bytes      memory that blocks of P may take; the default fits into the cache
     partial_results  a directory that keeps the result of each batch; an interrupted run resumes from it
     progress         called with the number of batches done
+    sequence_parallel  processes share the tokens of each text instead of the texts (see `TextShard`)
 
     If torch.distributed is initialised, the processes share the batches and each returns the whole result.
     """
@@ -100,6 +107,12 @@ def examine(
         batches = list(batches)  # they are needed twice
     check_weights(model)
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if sequence_parallel and (ablations or importance or lengths):
+        raise InputError(
+            "ablations, importance and lengths run the model on a whole text, which sequence_parallel shares between "
+            "processes; leave them out, or measure them on shorter texts"
+        )
+    ranks = Ranks.of(None) if sequence_parallel else None
     shown = excerpt_batch(model, excerpt, tokenizer)
     measured: dict[int, list[Measurement]] = {}
     pictures: dict[str, Any] = {}
@@ -121,13 +134,18 @@ def examine(
             hashes.append(batch_hash(batch))
             if index == 0:
                 first = batch
+            if index == 0 and ranks is not None:
+                check_shared_run(model, batch, ranks)
+                shown = beginning(batch, EXCERPT) if shown is None else shown
             if index == 0 and rank == 0:
                 pictures = make_excerpt(model, batch if shown is None else shown, token_names, own=shown is not None)
-                unseen = unseen_attention(model, first_sequence(model, batch))
-            if index % processes == rank:
+                whole = batch if ranks is None or shown is None else shown
+                unseen = unseen_attention(model, first_sequence(model, whole))
+            if index % processes == rank or ranks is not None:
                 file = None if partial_results is None else partial_results / f"batch-{index:06d}.pt"
                 run = run_key(weights, {**settings, "batch": hashes[-1], "index": index})
                 stored = None if file is None else load_measurements(file, run)
+                stored = stored if ranks is None or all_have(stored, ranks) else None
                 measured[index] = stored or observe(
                     model,
                     batch,
@@ -136,12 +154,13 @@ def examine(
                     generator=torch.Generator().manual_seed(seed + index),
                     token_names=token_names,
                     with_repeated_tokens=index % (spectra_every or SPECTRA_EVERY) == 0,
+                    ranks=ranks,
                 )
-                if file is not None and stored is None:
+                if file is not None and stored is None and (ranks is None or rank == 0):
                     save_measurements(measured[index], file, run)
             if progress is not None:
                 progress(index + 1)
-    if processes > 1:
+    if processes > 1 and ranks is None:
         measured = _gather(measured)
     if first is None:
         raise InputError("no batches: give at least one text, image or recording")
@@ -219,6 +238,12 @@ def load_measurements(path: Path, run: str) -> list[Measurement] | None:
     except (TypeError, KeyError) as error:
         log_damaged(path, str(error))
         return None
+
+
+def all_have(stored: object, ranks: Ranks) -> bool:
+    """Whether no process lacks it: a result that only some have is measured again, by all."""
+    missing = torch.tensor([float(stored is None)])
+    return largest(missing, ranks).item() == 0
 
 
 def _gather(measured: dict[int, list[Measurement]]) -> dict[int, list[Measurement]]:

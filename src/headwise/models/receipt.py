@@ -44,6 +44,7 @@ class Receipt:
     parts: tuple[Receipt, ...] = ()
     left: tuple[Left, ...] = ()
     notes: tuple[str, ...] = ()
+    weights: str = ""  # dtype and layout of the weights, which a conversion keeps
     trials: tuple[dict[str, Any], ...] = ()  # what was measured on texts, see headwise.replacement.trials
 
     def __str__(self) -> str:

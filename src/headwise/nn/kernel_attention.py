@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -44,6 +44,11 @@ from headwise.shapes import (
 
 PAD_MODES = {"zeros": "constant", "replicate": "replicate", "reflect": "reflect", "circular": "circular"}
 """Border -> mode of `torch.nn.functional.pad`."""
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether maps of two or three axes are laid out so; by strides, which vmap knows where it knows no layout."""
+    return x.dim() in (4, 5) and x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous()
 
 
 @final
@@ -222,7 +227,17 @@ class MapAttention(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         """(b, channels, *grid) -> (b, out, *queries); the batch axis may be missing."""
         self.geometry.check_input(type(self).__name__, x, self.weight)
-        return self._forward(x) if x.dim() == self.geometry.axes + 2 else self._forward(x.unsqueeze(0)).squeeze(0)
+        return self._batched(self._forward, x)
+
+    def _batched(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """forward(x) for x with or without a batch axis; no maps give no maps, and channels last stay last."""
+        if x.dim() == self.geometry.axes + 1:
+            return forward(x.unsqueeze(0)).squeeze(0)
+        if x.shape[0] == 0:
+            none = x.new_zeros(0, self.out_channels, *self.geometry.output_size(x.shape[2:]))
+            return self._add_bias(none * (self.weight.sum() + x.sum()))
+        y = forward(x)
+        return y.movedim(1, -1).contiguous().movedim(-1, 1) if is_channels_last(x) else y
 
     def sum_over_heads(self, x: Tensor) -> Tensor:
         """sum_h P_h X W_h + b by applying P; what `forward` computes, by a faster path where there is one."""

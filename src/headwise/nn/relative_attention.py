@@ -155,10 +155,8 @@ class RelativeAttention(MapAttention):
 
     def forward(self, x: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
         """(b, width, *grid) -> (b, out_width, *queries); the batch axis may be missing.  Masks as in `operator`."""
-        operator = self.operator(x, causal=causal, key_mask=key_mask)
-        if x.dim() == self.geometry.axes + 2:
-            return self._weighted(operator, x)
-        return self._weighted(operator, x.unsqueeze(0)).squeeze(0)
+        self.geometry.check_input("RelativeAttention", x, self.weight)
+        return self._batched(lambda y: self._weighted(self.operator(y, causal=causal, key_mask=key_mask), y), x)
 
     def cost(self, grid: Sequence[int]) -> Cost:
         """Of one map: projections, encodings, scores, weighted sums, and the products with W_h."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.examination.measure import token_patterns
 from headwise.examination.measure.head_measures import evaluate
 from headwise.examination.measure.observe import observe
 from headwise.examination.measure.streaming import stream
@@ -79,6 +80,18 @@ def test_patterns_equal_the_dense_ones(name: str, entries: int, tokens: int) -> 
     assert found.keys() == expected.keys()
     for measure, x in expected.items():
         torch.testing.assert_close(found[measure], x, rtol=0, atol=1e-6, equal_nan=True, msg=f"{measure}: {x}")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["none", "causal", "keys"])
+@pytest.mark.parametrize("tokens", [5, 1, 1000])
+def test_the_kernel_finds_the_same(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of keys is left to matrix products."""
+    by_products: list[int] = []
+    made = token_patterns._by_products
+    monkeypatch.setattr(token_patterns, "_by_products", lambda *x: by_products.append(1) or made(*x))
+    test_patterns_equal_the_dense_ones(name, 1 << 19, tokens)
+    assert bool(by_products) == (name == "keys")
 
 
 @pytest.mark.parametrize("name", ["none", "causal", "keys", "pairs"])

@@ -71,3 +71,31 @@ def test_arguments_that_do_not_fit_are_refused(place: int, wrong: Tensor, said: 
     args[place] = wrong
     with pytest.raises(RuntimeError, match=said):
         run(*args)
+
+
+def places(**other: Tensor) -> list:
+    """Tokens at places 0, 4, 9 and 1, 2."""
+    given = {"q": torch.randn(3, 10, 8), "k": torch.randn(3, 10, 8), "log_sum_exp": torch.full((3, 10), 3.0)}
+    given |= {"order": torch.tensor([0, 4, 9, 1, 2]), "starts": torch.tensor([0, 3, 5])}
+    return [*(given | other).values()]
+
+
+def test_token_patterns_pass_opcheck() -> None:
+    torch.library.opcheck(torch.ops.headwise.token_patterns, (*places(), 0.3, None))
+    torch.library.opcheck(torch.ops.headwise.token_patterns, (*places(), 0.3, 0))
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        ({"q": torch.randn(3, 9, 8)}, "must be float32 and fit together"),
+        ({"k": torch.randn(3, 10, 8).double()}, "must be float32 and fit together"),
+        ({"order": torch.tensor([0, 4, 10, 1, 2])}, "places of a token must ascend and be below 10"),
+        ({"order": torch.tensor([0, 4, 4, 1, 2])}, "places of a token must ascend and be below 10"),
+        ({"starts": torch.tensor([0, 3, 6])}, "starts must ascend to 5"),
+        ({"starts": torch.tensor([0, 3, 5]).int()}, "must be lists of int64"),
+    ],
+)
+def test_places_that_are_none_are_refused(other: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.headwise.token_patterns(*places(**other), 0.3, None)

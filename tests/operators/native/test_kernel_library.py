@@ -271,8 +271,25 @@ def test_the_command_reports_the_build(compiler: FakeCompiler, capsys: pytest.Ca
 
 @linux
 def test_the_command_explains_a_failed_build(failing: FakeCompiler, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "build"]) == 2
-    assert "the build failed: compiler ended with 3: x.cpp:1: error: no" in capsys.readouterr().err
+    for runs in (1, 2):  # a failed build is tried again
+        assert main(["kernels", "build"]) == 2
+        assert "the build failed: compiler ended with 3: x.cpp:1: error: no" in capsys.readouterr().err
+        assert failing.runs == runs
+
+
+def test_the_command_keeps_a_good_build(compiler: FakeCompiler, capsys: pytest.CaptureFixture[str]) -> None:
+    with native.switched("build"):
+        assert main(["kernels", "build"]) == 0
+        assert "up to date" not in capsys.readouterr().out
+        runs = compiler.runs
+        assert main(["kernels", "build"]) == 0
+        assert "up to date, built in" in capsys.readouterr().out
+        assert compiler.runs == runs
+        assert main(["kernels", "build", "--force"]) == 0
+        assert compiler.runs == 2 * runs
+        os.truncate(kernel_cache.library_file(), 1000)
+        assert main(["kernels", "build"]) == 0
+        assert compiler.runs == 3 * runs
 
 
 def test_an_import_builds_nothing(tmp_path: Path) -> None:

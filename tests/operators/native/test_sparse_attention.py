@@ -175,6 +175,19 @@ def test_large_scores(size: float) -> None:
     assert all(x.isfinite().all() for x in torch.autograd.grad(actual.sum(), (q, k, v)))
 
 
+def test_scores_far_below_zero() -> None:
+    """Lanes of a tile without a query have no part in the gradients, however small all scores of the others are."""
+    q, k, v = (normal(1, 2, 70, 8, seed=i, dtype=torch.float32) for i in range(3))
+    q, k, v = (x.requires_grad_() for x in (q.abs() + 10, -k.abs() - 20, v))
+    patterns, options = [KeyPattern(20, 20), KeyPattern()], {"causal": False, "key_mask": None}
+    results = []
+    for function in (lambda *x, **y: attend(*x, **y, plain=no_plain), written_out):
+        out = function(q, k, v, patterns, scale=0.5, **options)
+        results.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-3, rtol=1e-3)  # scores of -1000 are rounded to 6e-5
+
+
 def test_rows_without_keys_are_zero_and_masked_keys_are_not_read() -> None:
     q, k, v = (normal(1, 2, 40, 4, seed=i, dtype=torch.float32) for i in range(3))
     key_mask = torch.arange(40).expand(1, 2, 40) >= 25

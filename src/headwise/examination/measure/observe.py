@@ -7,19 +7,24 @@ the blocks of the model.  A block is a member of a list (`nn.ModuleList`, `nn.Se
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise.distributed.collectives import Ranks
 from headwise.errors import InputError, NonFiniteError
 from headwise.examination.measure.head_measures import HeadProjection, evaluate, evaluate_spectra
+from headwise.examination.measure.layer_measures import layer_measures
 from headwise.examination.measure.repeated_tokens import repeated_token_scores
 from headwise.examination.measure.spectra import spectra
 from headwise.examination.measure.streaming import HeadSums, Workspace, stream
+from headwise.examination.measure.text_shard import TextShard
 from headwise.examination.measure.token_patterns import (
     BatchTokens,
     TokenNames,
@@ -82,7 +87,7 @@ class _SiteMeasurement:
         self.numbers, self.profile, self.sampled_rows = evaluate(sums), sums.profile(), sums.sampled_rows
         self.output_gram = sums.output.mT @ sums.output
         self.spectral: dict[str, Tensor] = {}
-        self.leading = torch.empty(site.heads, 0, dtype=torch.float64)
+        self.leading = torch.empty(len(self.profile), 0, dtype=torch.float64)
         self.spectra_exact = True
 
     def add_spectra(self, scores: Scores, v: Tensor, generator: torch.Generator | None) -> None:
@@ -112,11 +117,14 @@ def observe(
     generator: torch.Generator | None = None,
     token_names: TokenNames | None = None,
     with_repeated_tokens: bool = False,
+    ranks: Ranks | None = None,
 ) -> list[Measurement]:
     """One forward pass; one Measurement for each sequence in the batch.
 
     with_repeated_tokens  another short pass, whose scores are numbers of the first sequence
+    ranks                 processes that share the batch, which is one text (see `TextShard`)
     """
+    shard = None if ranks is None else TextShard(model, batch, ranks)
     token_ids = BatchTokens(batch, token_names(batch) if token_names is not None else None)
     by_sequence: dict[int, list[_SiteMeasurement]] = {}
     unprojected: list[_SiteMeasurement] = []  # the last call's, until its output projection runs
@@ -127,9 +135,10 @@ def observe(
     def see(call: AttentionCall) -> None:
         unprojected.clear()
         outputs.clear()
-        is_plain, call = _is_plain(call), call.measurable
+        is_plain = _is_plain(call)
         site, block = _site(call, blocks, states), block_of(call, blocks)
         tokens.add(block, call)
+        call = (call if shard is None else shard.whole(call)).measurable
         for b in range(len(call.q)):
             part = measured_part(call, b, tokens.queries(block, call, b))
             scores, v = part.cut(call)
@@ -143,33 +152,40 @@ def observe(
                 measured.add_spectra(scores, v, generator)
             by_sequence.setdefault(b // call.windows, []).append(measured)
             unprojected.append(measured)
-            if is_plain:
+            if is_plain or shard is not None:
                 outputs.append(sums.output)
         if isinstance(call.module, nn.MultiheadAttention):
-            _project(unprojected, call.module.out_proj.weight.mT)
+            _project(unprojected, call.module.out_proj.weight.mT, shard)
 
     def answer(site: str, attention: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
         """P V, known already if nothing is padded: computing it again takes a quarter of the forward pass."""
         if outputs:
             query = args[0] if args else kwargs["query"]
-            known = (torch.stack(outputs) if len(outputs) > 1 else outputs[0]).reshape(*query.shape[:-1], -1)
+            known = torch.stack(outputs) if len(outputs) > 1 else outputs[0]
+            known = (known if shard is None else shard.rows(known).to(query)).reshape(*query.shape[:-1], -1)
             outputs.clear()
         else:
             known = attention(*args, **kwargs)
         answered[:] = [four_axes(known)]
         return known
 
+    def measure_block(block: str, x: Tensor) -> list[dict[str, float]] | None:
+        with torch._C.DisableTorchFunction():  # not through the interception, which looks at what the model computes
+            return _each(partial(layer_measures, ranks=ranks), tokens.of(block, x))
+
     blocks, tokens = blocks_of(model), BlockTokens()
     states: dict[str, list[dict[str, float]]] = {}
     with (
         torch.no_grad(),
-        hidden_states(blocks, lambda block, x: _each(_layer_measures, tokens.of(block, x)), states),
-        _output_projections(model, unprojected, answered),
+        hidden_states(blocks, measure_block, states),
+        _output_projections(model, unprojected, answered, shard),
         intercept(model, see, answer=answer),
     ):
-        run_model(model, batch)
+        run_model(model, batch if shard is None else shard.own)
     if not by_sequence:
         raise nothing_seen(model)
+    if shard is not None:
+        by_sequence[0] = list(map(_all_heads, zip(*shard.from_all(by_sequence[0]), strict=True)))
     if with_repeated_tokens:
         repeated = repeated_token_scores(model, batch)
         for measured in by_sequence[0]:
@@ -301,15 +317,17 @@ def _each(measure: Callable[[Tensor], dict[str, float]], x: list[Tensor] | None)
     return None if x is None else [measure(one.cpu()) for one in x]
 
 
-def _project(unprojected: list[_SiteMeasurement], weight: Tensor) -> None:
+def _project(unprojected: list[_SiteMeasurement], weight: Tensor, shard: TextShard | None) -> None:
     for measured in unprojected:
-        measured.add_projection(weight)
+        d = measured.output_gram.shape[-1]
+        own = slice(None) if shard is None else slice(shard.heads.start * d, shard.heads.stop * d)
+        measured.add_projection(weight[own])
     unprojected.clear()
 
 
 @contextlib.contextmanager
 def _output_projections(
-    model: nn.Module, unprojected: list[_SiteMeasurement], answered: list[Tensor]
+    model: nn.Module, unprojected: list[_SiteMeasurement], answered: list[Tensor], shard: TextShard | None
 ) -> Iterator[None]:
     """Take the linear layer that is given the output of an attention call, heads side by side, for its W_O.
 
@@ -319,10 +337,11 @@ def _output_projections(
     def before(module: Any, args: tuple) -> None:
         if not unprojected or not answered or not args or not isinstance(args[0], Tensor):
             return
-        weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.mT  # (in, out)
-        h, d, _ = unprojected[0].output_gram.shape
-        if args[0].shape[-1] == h * d == weight.shape[0] and _is_merged(args[0], answered[0]):
-            _project(unprojected, weight)
+        with torch._C.DisableTorchFunction():  # as in `observe`
+            weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.mT  # (in, out)
+            h, d = answered[0].shape[1], answered[0].shape[-1]
+            if args[0].shape[-1] == h * d == weight.shape[0] and _is_merged(args[0], answered[0]):
+                _project(unprojected, weight, shard)
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
@@ -346,33 +365,16 @@ def _is_merged(x: Tensor, output: Tensor) -> bool:
     return any(torch.allclose(chosen, one, rtol=1e-2, atol=1e-6) for one in merged)
 
 
-def _layer_measures(x: Tensor) -> dict[str, float]:
-    """How far the tokens of a hidden state (n, d) have become equal.
-
-    relative_residual   ||res X|| / ||X|| in the composite norm, res X = X less its row mean: 0 for equal tokens
-    difference          ||res X||_F^2 / ||X||_F^2: the share that tells tokens apart, between 0 and 1
-    mean_cosine         between two different tokens: (||sum of unit rows||^2 - n) / (n (n - 1))
-    norm                root mean square length of a token
-    """
-    n, mean = x.shape[-2], x.mean(-2, dtype=torch.float64)
-    columns, unit = torch.zeros(2, x.shape[-1], dtype=torch.float64), torch.zeros(x.shape[-1], dtype=torch.float64)
-    highest, squares = [0.0, 0.0], [0.0, 0.0]
-    for part in x.split(512):  # in float64, a few rows at a time
-        part = part.double()
-        for i, rows in enumerate((part, part - mean)):
-            squares[i] += torch.linalg.vector_norm(rows).item() ** 2
-            sizes = rows.abs()
-            columns[i] += sizes.sum(-2)
-            highest[i] = max(highest[i], sizes.sum(-1).amax().item())
-        unit = unit + (1 / torch.linalg.vector_norm(part, dim=-1).clamp(min=1e-12)) @ part
-    one_norms = columns.amax(-1).tolist()
-    composite = [math.sqrt(one) * math.sqrt(infinity) for one, infinity in zip(one_norms, highest, strict=True)]
-    return {
-        "relative_residual": composite[1] / max(composite[0], 1e-300),
-        "difference": squares[1] / max(squares[0], 1e-300),
-        "mean_cosine": (unit.square().sum().item() - n) / max(1, n * (n - 1)),
-        "norm": math.sqrt(squares[0] / n),
-    }
+def _all_heads(parts: Sequence[_SiteMeasurement]) -> _SiteMeasurement:
+    """One call, of which each process has measured some heads."""
+    whole = copy.copy(parts[0])
+    whole.profile, whole.sampled_rows = (torch.cat([getattr(x, y) for x in parts]) for y in ("profile", "sampled_rows"))
+    whole.numbers = {name: torch.cat([x.numbers[name] for x in parts]) for name in whole.numbers}
+    whole.spectral = {name: torch.cat([x.spectral[name] for x in parts]) for name in whole.spectral}
+    width = max(x.leading.shape[-1] for x in parts)
+    whole.leading = torch.cat([filled(x.leading, (0, width - x.leading.shape[-1])) for x in parts])
+    whole.spectra_exact = all(x.spectra_exact for x in parts)
+    return whole
 
 
 def _measurement(

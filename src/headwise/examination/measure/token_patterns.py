@@ -11,8 +11,8 @@ the head follows the pattern, and usually rest on a sink.  Its chance level is t
 over all visible keys.
 
 All pairs come from places of equal tokens, sum_t count_t^2 of them, a few per cent of n^2 in real text.  For these
-P_ij = exp(S_ij - log_sum_exp_i) is computed, places of one token as one small matrix product, in chunks of bounded
-size.
+P_ij = exp(S_ij - log_sum_exp_i) is computed: by the compiled kernel `token_patterns` where it is usable, otherwise
+places of one token as one small matrix product, in chunks of bounded size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from torch import Tensor
 
 from headwise.models.intercept import AttentionCall
 from headwise.operators._kernels import limits
+from headwise.operators._kernels.native.head_statistics import token_patterns
 from headwise.operators._kernels.scores import Scores
+from headwise.shapes import filled
 
 PATTERNS = {"duplicate": 0, "induction": 1, "previous_of_duplicate": -1}
 """pattern -> the key's distance from another place of the query's token"""
@@ -78,25 +80,35 @@ class TokenPlaces:
     """The tokens of one text: their ids, the places of those that occur more than once, and which are delimiters."""
 
     ids: Tensor  # (n,)
-    repeated: tuple[Tensor, ...]  # (tokens, width) ascending places, filled with -1; one tensor a power of two
+    order: Tensor  # places of tokens that occur more than once, ascending for each token
+    starts: Tensor  # (tokens + 1,) where those of each token begin in `order`, and its length
     delimiters: Tensor | None  # (n,) boolean; None if the strings are not known
 
     @classmethod
     def of(cls, ids: Tensor, delimiters: Tensor | None = None) -> TokenPlaces:
         """
+        >>> places = TokenPlaces.of(torch.tensor([5, 7, 5, 5, 7, 9]))
+        >>> places.order.tolist(), places.starts.tolist()
+        ([0, 2, 3, 1, 4], [0, 3, 5])
+        """
+        _, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        order, more = inverse.argsort(stable=True), counts > 1
+        starts = torch.nn.functional.pad(counts[more].cumsum(0), (1, 0))
+        return cls(ids, order[more[inverse[order]]], starts, delimiters)
+
+    @functools.cached_property
+    def repeated(self) -> tuple[Tensor, ...]:
+        """(tokens, width) places, filled with -1; one tensor a power of two.
+
         >>> TokenPlaces.of(torch.tensor([5, 7, 5, 5, 7])).repeated
         (tensor([[1, 4]]), tensor([[ 0,  2,  3, -1]]))
         """
-        _, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-        order = inverse.argsort(stable=True)
-        starts = (counts.cumsum(0) - counts).tolist()
         by_width: dict[int, list[Tensor]] = {}
-        for start, count in zip(starts, counts.tolist(), strict=True):
-            if count > 1:
-                width = 1 << (count - 1).bit_length()
-                filler = order.new_full((width - count,), -1)
-                by_width.setdefault(width, []).append(torch.cat([order[start : start + count], filler]))
-        return cls(ids, tuple(torch.stack(by_width[width]) for width in sorted(by_width)), delimiters)
+        for places in self.order.tensor_split(self.starts[1:-1].cpu()):
+            width = 1 << (len(places) - 1).bit_length()
+            if len(places):
+                by_width.setdefault(width, []).append(filled(places, (0, width - len(places)), value=-1))
+        return tuple(torch.stack(by_width[width]) for width in sorted(by_width))
 
     def pairs(self, entries: int, ahead: int | None) -> Iterator[_Pairs]:
         """All pairs, in parts of at most `entries`, and of one row at least; `ahead` if causal."""
@@ -156,6 +168,20 @@ def token_weights(
     second_half  mean over the queries of the second half only, among those that have such a key
     """
     h, _, n = scores.shape
+    found = token_patterns(scores, log_sum_exp, places.order, places.starts)
+    mass, keys = _by_products(scores, log_sum_exp, places, entries) if found is None else (found[0], found[1][None])
+    visible = scores.mask.counts().clamp(min=1)
+    if second_half:
+        mass, keys, visible = mass[..., n // 2 :], keys[..., n // 2 :], visible[..., n // 2 :]
+    queries = (keys > 0).sum(-1).double()
+    means = (mass.double().sum(-1) / queries, (keys / visible.unsqueeze(-2)).double().sum(-1) / queries)
+    means = tuple(mean.expand(h, 3) for mean in means)
+    return TokenWeights(*({name: mean[:, at] for at, name in enumerate(PATTERNS)} for mean in means))
+
+
+def _by_products(scores: Scores, log_sum_exp: Tensor, places: TokenPlaces, entries: int) -> tuple[Tensor, Tensor]:
+    """Sums (h, 3, n) of the weights and numbers (h or 1, 3, n) of the keys of each pattern, by matrix products."""
+    h, _, n = scores.shape
     q, k, mask = scores.q.float() * scores.scale, scores.k.float(), scores.mask
     masks = 1 if mask.visible is None or mask.visible.dim() < 3 else h  # heads that share what is hidden are one
     mass, keys = log_sum_exp.new_zeros(h, 3, n), log_sum_exp.new_zeros(masks, 3, n)
@@ -173,13 +199,7 @@ def token_weights(
         mass[..., place] = p.unflatten(-1, (3, width)).sum(-1)[:, real].mT
         count = width - hidden.unflatten(-1, (3, width)).sum(-1)
         keys[..., place] = count.float().expand(masks, *i.shape, 3)[:, real].mT
-    visible = mask.counts().clamp(min=1)
-    if second_half:
-        mass, keys, visible = mass[..., n // 2 :], keys[..., n // 2 :], visible[..., n // 2 :]
-    queries = (keys > 0).sum(-1).double()
-    means = (mass.double().sum(-1) / queries, (keys / visible.unsqueeze(-2)).double().sum(-1) / queries)
-    means = tuple(mean.expand(h, 3) for mean in means)
-    return TokenWeights(*({name: mean[:, at] for at, name in enumerate(PATTERNS)} for mean in means))
+    return mass, keys
 
 
 def delimiter_weights(scores: Scores, received: Tensor, places: TokenPlaces) -> DelimiterWeights | None:

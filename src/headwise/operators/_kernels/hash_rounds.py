@@ -1,4 +1,4 @@
-"""softmax over the union of each position itself and, round by round, the keys that a sort placed near it.
+"""The rounds of hashed attention by torch's fused attention on sorted copies.
 
 Round r orders queries and keys; block t of the ordered queries meets blocks t - 1 and t of the ordered keys, where the
 mask of the round allows.  A pair belongs to the first round that has it, so nothing is counted twice.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.operators._kernels import limits
+from headwise.shapes import filled
 
 
 @final
@@ -138,6 +140,47 @@ def in_groups(work: Callable[..., tuple[Tensor, ...]], entries: int, tensors: tu
         return work(*tensors)
     parts = [work(*group) for group in zip(*(x.split(size) for x in tensors), strict=True)]
     return tuple(torch.cat(x) for x in zip(*parts, strict=True))
+
+
+def round_tensors(
+    order_q: Tensor, order_k: Tensor, key_mask: Tensor | None, size: int, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Orders, places and masks as above, of orders (b, rounds, n) and key_mask (b, n)."""
+    n = order_q.shape[-1]
+    positions = torch.arange(n, device=order_q.device).expand(order_q.shape)
+    place_q, place_k = (torch.zeros_like(x).scatter(-1, x, positions) for x in (order_q, order_k))
+    order_q, order_k = (filled(x, (0, -n % size), value=n) for x in (order_q, order_k))
+    order_k = F.pad(order_k, (size, 0), value=n)
+    tensors = order_q, order_k, place_q // size, place_k // size
+    shown = () if key_mask is None else (F.pad(key_mask, (0, 1)),)
+    # a few members of the batch at a time
+    (masks,) = in_groups(partial(_masks, n, size, causal), n * 2 * size, (*tensors, *shown))
+    return order_q.clamp(max=n - 1), order_k.clamp(max=n - 1), place_q, place_k, masks
+
+
+def _masks(n: int, chunk: int, causal: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """A pair counts if it is real, not later if causal, not a position with itself, and in no earlier round."""
+    order_q, order_k, chunk_q, chunk_k, *key_mask = tensors
+    rounds = order_q.shape[1]
+    # the smaller the numbers, the faster they are compared
+    small = torch.int8 if n // chunk <= 100 else torch.int16 if n // chunk < 2**14 else torch.int32
+    chunk_q, chunk_k = (F.pad(x.to(small), (0, 1), value=-9) for x in (chunk_q, chunk_k))
+    order_k = order_k.unfold(-1, 2 * chunk, chunk)  # (b, rounds, t, 2 chunk)
+    order_q = order_q.unflatten(-1, (-1, chunk))  # (b, rounds, t, chunk)
+    found = []
+    for i in range(rounds):
+        there, here = order_q[:, i], order_k[:, i]
+        real = key_mask[0].gather(-1, here.flatten(1)).reshape(here.shape) if key_mask else here < n
+        rows, columns = there.int().unsqueeze(-1), here.int().unsqueeze(-2)
+        mask = columns < rows if causal else columns != rows
+        mask = mask & real.unsqueeze(-2)
+        mask = mask & (rows < n) if n % chunk else mask
+        for earlier in range(i):  # met then: the key's chunk was the query's, or the one before
+            a = chunk_q[:, earlier].gather(-1, there.flatten(1)).reshape(there.shape).unsqueeze(-1)
+            b = chunk_k[:, earlier].gather(-1, here.flatten(1)).reshape(here.shape).unsqueeze(-2)
+            mask = mask & ((a - b) >> 1 != 0)
+        found.append(mask)
+    return (torch.stack(found, dim=1),)
 
 
 def _each(others: list[Tensor]) -> list[tuple[Tensor, ...]]:

@@ -188,13 +188,12 @@ def _register() -> None:
         slot_values: Tensor | None,
         *others: Any,
     ) -> tuple[Tensor, ...]:
-        b, h, m, width = q.shape
-        dq = q.new_empty(b, m, h, width).transpose(1, 2)
+        b, h, _, width = q.shape
         if slot_keys is None or slot_bias is None or slot_values is None:
             slots = (q.new_empty(b, h, 0, width), q.new_empty(b, h, 0, 0), q.new_empty(b, h, 0, 0, v.shape[-1]))
         else:
             slots = tuple(x.new_empty(x.shape) for x in (slot_keys, slot_bias, slot_values))
-        return dq, k.new_empty(k.shape), v.new_empty(v.shape), *slots
+        return *(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)), *slots
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, patterns, ctx.scale, ctx.causal = inputs

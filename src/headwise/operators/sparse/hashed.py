@@ -8,6 +8,7 @@ is one softmax over the union of all pairs: a pair found twice counts once.  Eve
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,94 +20,81 @@ from torch import Tensor
 
 from headwise.cost import Cost
 from headwise.errors import ShapeError
-from headwise.operators._kernels import autograd_functions, limits
-from headwise.operators._kernels.hash_rounds import Rounds, in_groups
+from headwise.operators._kernels import autograd_functions, hashed_attention, limits
+from headwise.operators._kernels.hashed_attention import HashedAttention, hash_order
+from headwise.operators._kernels.key_patterns import two_batch_axes
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.masks import CAUSAL, KEY_MASK, supports
-from headwise.shapes import all_finite, autocasting, filled, is_generator, same_axis, same_kind, whole_numbers
+from headwise.shapes import all_finite, autocasting, is_generator, same_axis, same_kind, whole_numbers
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Hashed(QueryKeyOperator):
-    """Softmax over the pairs that hashing found, which happens when the operator is built."""
+    """Softmax over the pairs that hashing found; queries and keys are hashed and sorted when the operator is built."""
 
     qk: QueriesKeys
     shared: bool
     chunk: int
-    order_q: Tensor  # (*batch, rounds, t * chunk), positions in the order of their hashes
-    order_k: Tensor  # (*batch, rounds, chunk + t * chunk), one chunk of padding indices before the first
-    place_q: Tensor  # (*batch, rounds, n), where in the order a position is
-    place_k: Tensor
-    masks: Tensor  # (*batch, rounds, t, chunk, 2 chunk)
+    order_q: Tensor  # (*batch, rounds, n), positions in the order of their hashes
+    order_k: Tensor
 
     @property
     def claims(self) -> frozenset[Claim]:
         return weights_claim(stochastic=self.qk.key_mask is None, causal=self.qk.mask.causal)
 
     def apply(self, v: Tensor) -> Tensor:
+        if v.dtype == self.qk.q.dtype and hashed_attention.usable(self.qk.q, self.qk.k, v, self.qk.key_mask):
+            return self._two_axes(partial(autograd_functions.run, self._attention), v, self.qk.q, self.qk.k)
         if v.shape[-1] > limits.MAX_COLUMNS:
             return torch.cat([self.apply(part) for part in v.split(limits.MAX_COLUMNS, dim=-1)], dim=-1)
-        q, k, x, own, others, batch = self._flat(v, hide=True)
-        width = max(q.shape[-1], x.shape[-1])  # the kernel takes one width only
-        q, k, x = (filled(y, (0, width - y.shape[-1])) for y in (q, k, x))
-        out = autograd_functions.run(Rounds(self.chunk, self.qk.scale), q, k, x, own, *others)[..., : v.shape[-1]]
-        out = out.reshape(*batch, *out.shape[-2:])
-        return self._zero_empty_rows(out).to(v.dtype)
+        return self._in_single_precision(self._attention.by_torch, v)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        q, k, x, own, others, batch = self._flat(u, hide=False)
-        x = self._zero_empty_rows(x.reshape(*batch, *x.shape[-2:])).reshape(x.shape)
-        out = Rounds(self.chunk, self.qk.scale).plain_adjoint(x, q, k, own, *others)
-        out = out.reshape(*batch, *out.shape[-2:])
-        return self.qk.mask.hide(out).to(u.dtype)
+        return self._in_single_precision(self._attention.adjoint, u)
 
     def cost(self, d: int) -> Cost:
         """Blocks in full, hidden entries included.  The sort is as deep as log n comparisons."""
         widths = [
             max(self.qk.q.shape[-1], min(limits.MAX_COLUMNS, d - start)) for start in range(0, d, limits.MAX_COLUMNS)
         ]
-        rounds, length = self.order_q.shape[-2:]
+        rounds, length = self.order_q.shape[-2], self._length
         copies = self.qk.batch.numel()
         work = copies * rounds * length * 2 * self.chunk * 2 * sum(widths)
         depth = rounds + max(1, math.ceil(math.log2(self.qk.n)))
         return Cost(work, copies * length * (2 * self.chunk + 5 * max(widths)), depth)
 
     def adjoint_cost(self, d: int) -> Cost:
-        rounds, length = self.order_q.shape[-2:]
-        work = self.qk.batch.numel() * rounds * length * 2 * self.chunk * (self.qk.q.shape[-1] + d)
+        rounds = self.order_q.shape[-2]
+        work = self.qk.batch.numel() * rounds * self._length * 2 * self.chunk * (self.qk.q.shape[-1] + d)
         return Cost(work, self.cost(d).scalars, self.cost(d).depth)
 
-    def _flat(self, x: Tensor, *, hide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], torch.Size]:
-        """Everything with one batch axis, in at least single precision; keys of unit length where they are shared."""
-        compute = torch.promote_types(x.dtype, torch.float32)
-        q, k, x = self.qk.q.to(compute), self.qk.k.to(compute), x.to(compute)
-        if self.shared:
-            k = F.normalize(k, dim=-1) * math.sqrt(k.shape[-1])
-            own = q.new_full(q.shape[:-1], limits.SELF_SCORE)
-        else:
-            own = self.qk.scale * (q * k).sum(-1)
-        if self.qk.key_mask is not None:
-            own = own.masked_fill(~self.qk.key_mask, limits.HIDDEN)
-            x = self.qk.mask.hide(x) if hide else x
-        batch = torch.broadcast_shapes(self.qk.batch, x.shape[:-2])
-        q, k, x = (y.expand(*batch, *y.shape[-2:]).reshape(-1, *y.shape[-2:]) for y in (q, k, x))
-        own = own.expand(*batch, own.shape[-1]).reshape(-1, own.shape[-1])
-        inner = len(self.qk.batch)
-        others = [
-            y.expand(*batch, *y.shape[inner:]).reshape(-1, *y.shape[inner:])
-            for y in (self.order_q, self.order_k, self.place_q, self.place_k, self.masks)
-        ]
-        return q, k, x, own, others, batch
+    @property
+    def _length(self) -> int:
+        """Positions of all chunks, the last one filled up."""
+        return -(-self.qk.n // self.chunk) * self.chunk
 
-    def _zero_empty_rows(self, x: Tensor) -> Tensor:
-        """Rows without keys set to zero: padding that met nothing but padding."""
-        if self.qk.key_mask is None:
-            return x
-        found = self.masks.any(-1).flatten(-2).gather(-1, self.place_q).any(-2)
-        nonempty = found | self.qk.key_mask
-        return x.masked_fill(~nonempty.unsqueeze(-1), 0)
+    @property
+    def _attention(self) -> HashedAttention:
+        own = limits.SELF_SCORE if self.shared else None
+        return HashedAttention(self.chunk, self.qk.scale, self.qk.mask.causal, own)
+
+    def _in_single_precision(self, run: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """`run` in at least single precision, where sorted parts are merged."""
+        compute = torch.promote_types(x.dtype, torch.float32)
+        return self._two_axes(run, x.to(compute), self.qk.q.to(compute), self.qk.k.to(compute)).to(x.dtype)
+
+    def _two_axes(self, run: Callable[..., Tensor], x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """run(q, k, x, orders, mask) with two batch axes; keys of length sqrt(k) where they are shared."""
+        if self.shared:
+            k = F.normalize(k.to(torch.promote_types(k.dtype, torch.float32)), dim=-1) * math.sqrt(k.shape[-1])
+        batch = torch.broadcast_shapes(self.qk.batch, x.shape[:-2])
+        tensors = [two_batch_axes(y, batch) for y in (q, k, x, self.order_q, self.order_k)]
+        if self.qk.key_mask is not None:
+            tensors.append(two_batch_axes(self.qk.key_mask, batch, trailing=1))
+        out = run(*tensors)
+        return out.reshape(*batch, *out.shape[-2:])
 
 
 @supports(CAUSAL, KEY_MASK)
@@ -149,12 +137,9 @@ def hashed(
     same_axis("Hashed", "k", q=q.shape[-1], rotations=rotations.shape[-2])
     chunk = min(chunk, n)
     with torch.no_grad():
-        order_q, place_q = _sorted(qk.q, rotations, qk, chunk)
-        order_k, place_k = (order_q, place_q) if shared else _sorted(qk.k, rotations, qk, chunk)
-        order_k = F.pad(order_k, (chunk, 0), value=n)
-        masks = _masks(qk, order_q, order_k, place_q // chunk, place_k // chunk, chunk, causal)
-        order_q, order_k = order_q.clamp(max=n - 1), order_k.clamp(max=n - 1)
-    return Hashed(qk, shared, chunk, order_q, order_k, place_q, place_k, masks)
+        order_q = _sorted(qk.q, rotations, qk)
+        order_k = order_q if shared else _sorted(qk.k, rotations, qk)
+    return Hashed(qk, shared, chunk, order_q, order_k)
 
 
 def random_rotations(width: int, buckets: float, rounds: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -164,60 +149,13 @@ def random_rotations(width: int, buckets: float, rounds: int, *, generator: torc
     return torch.randn(2, rounds, width, max(1, round(math.sqrt(buckets) / 2)), generator=generator)
 
 
-def _sorted(x: Tensor, rotations: Tensor, qk: QueriesKeys, chunk: int) -> tuple[Tensor, Tensor]:
-    """The order (*batch, rounds, t * chunk) of positions by hash, ties by position, n for padding; and the inverse."""
-    n = x.shape[-2]
+def _sorted(x: Tensor, rotations: Tensor, qk: QueriesKeys) -> Tensor:
+    """The order (*batch, rounds, n) of positions by hash."""
     hashes = rotations.float().reshape(-1, *rotations.shape[-3:])  # (1 or 2, rounds, k, half)
-    half = hashes.shape[-1]
     # one product for all rounds: (*batch, n, hashes, rounds, half)
     with torch.autocast(x.device.type, enabled=False) if autocasting(x.device) else nullcontext():
         turned = x.float() @ hashes.movedim(-2, 0).flatten(1)
-    turned = turned.unflatten(-1, (*hashes.shape[:2], half))
-    # argmax [y; -y] is the argmax of |y|, in the second half where y is negative
-    best = turned.abs().argmax(-1, keepdim=True)
-    negative = turned.gather(-1, best).squeeze(-1) < 0
-    first, *second = (best.squeeze(-1) + half * negative).int().unbind(-2)
-    bucket = (first * (2 * half) + second[0] if second else first).mT  # (*batch, rounds, n)
-    if qk.key_mask is not None:
-        bucket = bucket.masked_fill(~qk.key_mask.unsqueeze(-2), (2 * rotations.shape[-1]) ** 2)
-    bucket = bucket.expand(*qk.batch, *bucket.shape[-2:])
-    order = torch.sort(bucket, dim=-1, stable=True).indices
-    place = torch.zeros_like(order).scatter(-1, order, torch.arange(n, device=x.device).expand(order.shape))
-    return filled(order, (0, -n % chunk), value=n), place
-
-
-def _masks(
-    qk: QueriesKeys, order_q: Tensor, order_k: Tensor, chunk_q: Tensor, chunk_k: Tensor, chunk: int, causal: bool
-) -> Tensor:
-    """Which pairs count in which round (*batch, rounds, t, chunk, 2 chunk), a few members of the batch at a time."""
-    n, lead = qk.n, len(qk.batch)
-    flat = [x.reshape(-1, *x.shape[lead:]) for x in (order_q, order_k, chunk_q, chunk_k)]
-    if qk.key_mask is not None:
-        flat.append(F.pad(qk.key_mask, (0, 1)).expand(*qk.batch, n + 1).reshape(-1, n + 1))
-    (masks,) = in_groups(partial(_group_masks, n, chunk, causal), n * 2 * chunk, tuple(flat))
-    return masks.reshape(*qk.batch, *masks.shape[1:])
-
-
-def _group_masks(n: int, chunk: int, causal: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """A pair counts if it is real, not later if causal, not a position with itself, and in no earlier round."""
-    order_q, order_k, chunk_q, chunk_k, *key_mask = tensors
-    rounds = order_q.shape[1]
-    # the smaller the numbers, the faster they are compared
-    small = torch.int8 if n // chunk <= 100 else torch.int16 if n // chunk < 2**14 else torch.int32
-    chunk_q, chunk_k = (F.pad(x.to(small), (0, 1), value=-9) for x in (chunk_q, chunk_k))
-    order_k = order_k.unfold(-1, 2 * chunk, chunk)  # (b, rounds, t, 2 chunk)
-    order_q = order_q.unflatten(-1, (-1, chunk))  # (b, rounds, t, chunk)
-    found = []
-    for i in range(rounds):
-        there, here = order_q[:, i], order_k[:, i]
-        real = key_mask[0].gather(-1, here.flatten(1)).reshape(here.shape) if key_mask else here < n
-        rows, columns = there.int().unsqueeze(-1), here.int().unsqueeze(-2)
-        mask = columns < rows if causal else columns != rows
-        mask = mask & real.unsqueeze(-2)
-        mask = mask & (rows < n) if n % chunk else mask
-        for earlier in range(i):  # met then: the key's chunk was the query's, or the one before
-            a = chunk_q[:, earlier].gather(-1, there.flatten(1)).reshape(there.shape).unsqueeze(-1)
-            b = chunk_k[:, earlier].gather(-1, here.flatten(1)).reshape(here.shape).unsqueeze(-2)
-            mask = mask & ((a - b) >> 1 != 0)
-        found.append(mask)
-    return (torch.stack(found, dim=1),)
+    turned = two_batch_axes(turned.unflatten(-1, (*hashes.shape[:2], hashes.shape[-1])), qk.batch, trailing=4)
+    mask = None if qk.key_mask is None else two_batch_axes(qk.key_mask, qk.batch, trailing=1)
+    order = hash_order(turned, mask)
+    return order.reshape(*qk.batch, *order.shape[-2:])

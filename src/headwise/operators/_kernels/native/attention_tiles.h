@@ -46,8 +46,10 @@ constexpr int64_t FIELDS = 8;
 enum Rule : uint8_t { ALL, INSIDE, EARLIER, OUTSIDE, BEFORE, OF_BLOCK };  // which lanes attend to a key; see Tile::visible
 
 struct Rows {
-  int64_t first, step, count;  // queries first, first + step, ...
-  bool column;                 // meets every stride-th key instead of the band
+  int64_t first, step, count;     // queries first, first + step, ...
+  bool column;                    // meets every stride-th key instead of the band
+  const int64_t* list = nullptr;  // or these queries
+  int64_t at(int64_t t) const { return list ? list[t] : first + t * step; }
 };
 
 struct Sizes {
@@ -315,7 +317,7 @@ class Tile {
       read(out, b, h, in_.sizes.values, value_width_, T(1), rows_);
       transpose<T>(rows_, R, value_width_, ot_);
       for (int64_t t = 0; t < R; t++) {
-        const int64_t i = rows.first + std::min(t, rows.count - 1) * rows.step;
+        const int64_t i = rows.at(std::min(t, rows.count - 1));
         top_[t] = top[i], total_[t] = total[i];
       }
     } else {
@@ -324,19 +326,8 @@ class Tile {
       std::fill_n(total_, R, T(0));
     }
     keys([&] { attend(); });
-    if (!rows.column) {
-      for (int64_t t = 0; t < R; t += L) {
-        const V sum = V::loadu(total_ + t);
-        const V inverse = V::blendv(V(T(1)) / sum, V(T(0)), sum == V(T(0)));
-        for (int64_t c = 0; c < in_.sizes.values; c++) (V::loadu(ot_ + c * R + t) * inverse).store(ot_ + c * R + t);
-      }
-    }
-    transpose<T>(ot_, value_width_, R, rows_);
-    for (int64_t t = 0; t < rows.count; t++) {
-      const int64_t i = rows.first + t * rows.step;
-      std::copy_n(rows_ + t * value_width_, in_.sizes.values, out.at(b, h, i));
-      top[i] = top_[t], total[i] = total_[t];
-    }
+    if (!rows.column) divide();
+    write(out, top, total);
   }
 
   void forward_row(T* out, T& top, T& total) {
@@ -357,6 +348,24 @@ class Tile {
   }
 
  protected:
+  // ot_ becomes the weighted mean, zero in rows without a key
+  void divide() {
+    for (int64_t t = 0; t < R; t += L) {
+      const V sum = V::loadu(total_ + t);
+      const V inverse = V::blendv(V(T(1)) / sum, V(T(0)), sum == V(T(0)));
+      for (int64_t c = 0; c < in_.sizes.values; c++) (V::loadu(ot_ + c * R + t) * inverse).store(ot_ + c * R + t);
+    }
+  }
+
+  void write(const View<T>& out, T* top, T* total) {
+    transpose<T>(ot_, value_width_, R, rows_);
+    for (int64_t t = 0; t < tile_->count; t++) {
+      const int64_t i = tile_->at(t);
+      std::copy_n(rows_ + t * value_width_, in_.sizes.values, out.at(b_, h_, i));
+      top[i] = top_[t], total[i] = total_[t];
+    }
+  }
+
   // One query, whose list has only keys that it attends to.
   bool alone() const { return tile_->count == 1 && !pattern_->stride; }
 
@@ -400,7 +409,7 @@ class Tile {
         std::fill_n(into, stride, T(0));
         continue;
       }
-      const T* row = x.at(b, h, tile_->first + t * tile_->step);
+      const T* row = x.at(b, h, tile_->at(t));
       int64_t c = 0;
       for (; c + L <= width; c += L) (V::loadu(row + c) * f).store(into + c);
       if (c < width) (V::loadu(row + c, width - c) * f).store(into + c);
@@ -512,8 +521,8 @@ class Tile {
     }
   }
 
-  // Scores of the listed keys, -inf where a query does not attend; returns their maxima in `most`.
-  void scores(V* most) {
+  // s_, the scores of the listed keys, -inf where a query does not attend
+  void scores() {
     dots<T, NV>(key_, count_, qt_, in_.sizes.width, s_);
     const V hidden(-std::numeric_limits<T>::infinity());
     if (ruled_) {
@@ -527,16 +536,20 @@ class Tile {
         }
       }
     }
-    if (!most) return;
-    for (int64_t j = 0; j < count_; j++) {
-      for (int w = 0; w < NV; w++) most[w] = at::vec::maximum(most[w], V::loadu(s_ + j * R + w * L));
-    }
   }
 
   void attend() {
+    scores();
+    absorb();
+  }
+
+  // ot_, top_ and total_ after the listed keys, whose scores are s_
+  void absorb() {
     V most[NV], before[NV], sum[NV];
     for (int w = 0; w < NV; w++) most[w] = before[w] = V::loadu(top_ + w * L), sum[w] = V::loadu(total_ + w * L);
-    scores(most);
+    for (int64_t j = 0; j < count_; j++) {
+      for (int w = 0; w < NV; w++) most[w] = at::vec::maximum(most[w], V::loadu(s_ + j * R + w * L));
+    }
     for (int w = 0; w < NV; w++) {
       const V shrink = exponential(before[w] - most[w]);
       sum[w] = sum[w] * shrink;
@@ -596,10 +609,10 @@ at::Tensor by_rows(const at::Tensor& x, at::ScalarType type) {
 }
 
 Arguments checked(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& key_mask,
+    const char* name, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& key_mask,
     const std::optional<at::Tensor>& slot_keys, const std::optional<at::Tensor>& slot_bias,
     const std::optional<at::Tensor>& slot_values, at::IntArrayRef patterns, bool causal) {
-  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "sparse_attention: q, k and v must have four axes");
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, name, ": q, k and v must have four axes");
   const at::ScalarType type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   Arguments a;
   a.q = by_rows(q, type), a.k = by_rows(k, type), a.v = by_rows(v, type);
@@ -607,25 +620,25 @@ Arguments checked(
   s = {q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3), 0, 0, causal};
   TORCH_CHECK(
       k.size(0) == s.batch && v.size(0) == s.batch && v.size(1) == s.groups && v.size(2) == s.n && k.size(3) == s.width,
-      "sparse_attention: q ", q.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit together");
-  TORCH_CHECK(s.groups > 0 && s.heads % s.groups == 0, "sparse_attention: ", s.heads, " heads do not share ", s.groups);
+      name, ": q ", q.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit together");
+  TORCH_CHECK(s.groups > 0 && s.heads % s.groups == 0, name, ": ", s.heads, " heads do not share ", s.groups);
   TORCH_CHECK(
-      int64_t(patterns.size()) == s.heads * FIELDS, "sparse_attention: a pattern has ", FIELDS, " numbers for each of ",
+      int64_t(patterns.size()) == s.heads * FIELDS, name, ": a pattern has ", FIELDS, " numbers for each of ",
       s.heads, " heads, but there are ", patterns.size());
   if (key_mask) {
     TORCH_CHECK(
         key_mask->scalar_type() == at::kBool && key_mask->sizes() == at::IntArrayRef({s.batch, s.heads, s.n}),
-        "sparse_attention: key_mask must be boolean (b, h, n), but is ", key_mask->sizes());
+        name, ": key_mask must be boolean (b, h, n), but is ", key_mask->sizes());
     a.mask = s.n > 1 && key_mask->stride(2) != 1 ? key_mask->contiguous() : *key_mask;
   }
   if (slot_keys) {
-    TORCH_CHECK(slot_bias && slot_values, "sparse_attention: slots need keys, biases and values");
+    TORCH_CHECK(slot_bias && slot_values, name, ": slots need keys, biases and values");
     s.blocks = slot_bias->size(2), s.slots = slot_bias->size(3);
     TORCH_CHECK(
         slot_keys->sizes() == at::IntArrayRef({s.batch, s.heads, s.slots, s.width}) &&
             slot_bias->sizes() == at::IntArrayRef({s.batch, s.heads, s.blocks, s.slots}) &&
             slot_values->sizes() == at::IntArrayRef({s.batch, s.heads, s.blocks, s.slots, s.values}),
-        "sparse_attention: slot keys ", slot_keys->sizes(), ", biases ", slot_bias->sizes(), " and values ",
+        name, ": slot keys ", slot_keys->sizes(), ", biases ", slot_bias->sizes(), " and values ",
         slot_values->sizes(), " do not fit together");
     a.slot_keys = by_rows(*slot_keys, type);
     a.slot_bias = slot_bias->to(type).contiguous(), a.slot_values = slot_values->to(type).contiguous();

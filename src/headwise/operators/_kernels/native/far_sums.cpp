@@ -165,7 +165,7 @@ class FeatureTile : public Tile<T, 1> {
   void pull_back(const Sums<T>& sum, T* dk, T* dv) {
     const Sizes& s = this->in_.sizes;
     const int64_t count = this->count_;
-    this->scores(nullptr);
+    this->scores();
     dots<T, 1>(this->value_, count, y_, s.values, ds_);
     for (int64_t j = 0; j < count; j++) {
       const V weight = exponential(V::loadu(this->s_ + j * L) + V::loadu(sum.top));
@@ -193,7 +193,7 @@ struct Call {
 Call checked_call(
     const at::Tensor& k, const at::Tensor& v, const at::Tensor& features, Optional key_mask, at::IntArrayRef patterns,
     bool causal) {
-  Call call{checked(features, k, v, key_mask, std::nullopt, std::nullopt, std::nullopt, patterns, causal)};
+  Call call{checked("far_sums", features, k, v, key_mask, std::nullopt, std::nullopt, std::nullopt, patterns, causal)};
   Sizes& s = call.arguments.sizes;
   s.slots = s.m;
   for (int64_t h = 0; h < s.heads; h++) {

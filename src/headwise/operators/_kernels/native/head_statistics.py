@@ -1,6 +1,7 @@
-"""P V, the log-sum-exp, entropy, squares and largest weight of every row of P, and its sums of columns and diagonals.
+"""P V, the log-sum-exp, entropy, squares and largest weight of every row of P, its sums of columns and diagonals, and
+the weight of keys beside other places of the query's token.
 
-The formulas are in head_statistics.cpp.  There is no gradient: the numbers describe a head.
+The formulas are in head_statistics.cpp and token_patterns.cpp.  There is no gradient: the numbers describe a head.
 """
 
 from __future__ import annotations
@@ -40,6 +41,20 @@ def head_statistics(scores: Scores, v: Tensor, sampled: Tensor) -> HeadStatistic
     return HeadStatistics(output, *statistics, *sums)
 
 
+def token_patterns(scores: Scores, log_sum_exp: Tensor, order: Tensor, starts: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Weight (h, 3, n) that queries give to the places of their token elsewhere, those after and those before earlier
+    ones, and the numbers of such keys (3, n); None if the kernels are not usable or the mask is not causality alone.
+
+    order, starts  places of repeated tokens, ascending, those of token t from starts[t] to starts[t + 1]
+    """
+    mask = scores.mask
+    q, k = scores.q.float(), scores.k.float()
+    only_causal = mask.visible is None and mask.attn_bias is None
+    if not only_causal or q.shape != k.shape or not usable(q, k, log_sum_exp):
+        return None
+    return torch.ops.headwise.token_patterns(q, k, log_sum_exp, order, starts, scores.scale, mask.ahead)
+
+
 def _three_axes(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.reshape(*(1,) * (3 - x.dim()), *x.shape)
 
@@ -66,3 +81,8 @@ def _register() -> None:
             q.new_empty((h, m + n - 1), dtype=double),
             q.new_empty((h, sampled.shape[0], n), dtype=single),
         )
+
+    @torch.library.register_fake("headwise::token_patterns")
+    def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+        h, n, _ = q.shape
+        return q.new_empty(h, 3, n), q.new_empty(3, n)

@@ -1,134 +1,10 @@
 // out_i = sum_j exp(s q_i . k_j + bias_j - top_i) v_j / total_i over the keys j that the pattern of a head shows to query i;
 // every head may have another pattern, and all of them are one call.  Backward recomputes the weights from top and total.
-#include "attention_tiles.h"
-
-#include <ATen/ops/sum.h>
+#include "attention_gradients.h"
 
 namespace headwise::sparse_attention {
 
 using namespace headwise::tiles;
-
-// Gradients of one part of the queries of a batch and a group; rows are padded to whole vectors.
-template <typename T>
-struct Gradients {
-  View<T> q;  // (b, h, m, k), not padded
-  T *k, *v;   // (n, k) and (n, d) of this part, batch and group
-  T *slot_keys, *slot_bias, *slot_values;  // (h, r, k), (h, blocks, r) and (h, blocks, r, d) of this part and batch
-};
-
-template <typename T, int NV>
-class BackwardTile : public Tile<T, NV> {
- public:
-  using Base = Tile<T, NV>;
-  using typename Base::V;
-  using Base::L, Base::R;
-
-  explicit BackwardTile(const Inputs<T>& in)
-      : Base(in), pull_(R * this->value_width_), pull_t_(R * this->value_width_), dq_(R * this->key_width_), ds_(R * KEYS) {}
-
-  void backward(
-      int64_t b, int64_t h, const Rows& rows, const View<T>& out, const View<T>& pull, const T* top, const T* total,
-      const Gradients<T>& to) {
-    const Sizes& s = this->in_.sizes;
-    this->begin(b, h, rows);
-    this->read(pull, b, h, s.values, this->value_width_, T(1), pull_);
-    if (this->alone()) {
-      const int64_t i = rows.first;
-      return backward_row(out.at(b, h, i), top[i], total[i] > T(0) ? T(1) / total[i] : T(0), to.q.at(b, h, i), to);
-    }
-    this->read(out, b, h, s.values, this->value_width_, T(1), this->rows_);
-    transpose<T>(pull_, R, this->value_width_, pull_t_);
-    transpose<T>(this->rows_, R, this->value_width_, this->ot_);
-    for (int w = 0; w < NV; w++) {
-      V sum(T(0));
-      for (int64_t c = 0; c < s.values; c++) {
-        sum = at::vec::fmadd(V::loadu(pull_t_ + c * R + w * L), V::loadu(this->ot_ + c * R + w * L), sum);
-      }
-      sum.store(dot_ + w * L);
-    }
-    for (int64_t t = 0; t < R; t++) {
-      const int64_t i = rows.first + std::min(t, rows.count - 1) * rows.step;
-      this->top_[t] = top[i];
-      this->total_[t] = t < rows.count && total[i] > T(0) ? T(1) / total[i] : T(0);
-    }
-    std::fill_n(static_cast<T*>(dq_), R * this->key_width_, T(0));
-    this->keys([&] { pull_back(to); });
-    transpose<T>(dq_, this->key_width_, R, this->q_);
-    for (int64_t t = 0; t < rows.count; t++) {
-      T* row = to.q.at(b, h, rows.first + t * rows.step);
-      for (int64_t c = 0; c < s.width; c++) row[c] += this->in_.scale * this->q_[t * this->key_width_ + c];
-    }
-  }
-
- private:
-  void backward_row(const T* out, T top, T inverse, T* dq, const Gradients<T>& to) {
-    const Sizes& s = this->in_.sizes;
-    const T dot_out = dot<T>(pull_, out, s.values);
-    std::fill_n(static_cast<T*>(dq_), this->key_width_, T(0));
-    this->keys([&] {
-      const int64_t count = this->count_;
-      this->row_scores();
-      this->row_weights(top, inverse);
-      find_targets(to);
-      for (int64_t j = 0; j < count; j++) {
-        const T weight = this->s_[j], ds = weight * (dot<T>(pull_, this->value_[j], s.values) - dot_out);
-        add_row<T>(dq_, ds, this->key_[j], s.width);
-        add_row<T>(value_to_[j], weight, pull_, this->value_width_);
-        add_row<T>(key_to_[j], ds, this->q_, this->key_width_);
-        if (bias_to_[j]) *bias_to_[j] += ds;
-      }
-    });
-    for (int64_t c = 0; c < s.width; c++) dq[c] += this->in_.scale * dq_[c];
-  }
-
-  // Where the gradients of the listed keys are added.
-  void find_targets(const Gradients<T>& to) {
-    const Sizes& s = this->in_.sizes;
-    for (int64_t j = 0; j < this->count_; j++) {
-      const int64_t at = this->position_[j], t = this->slot_[j];
-      if (t < 0) {
-        key_to_[j] = to.k + at * this->key_width_, value_to_[j] = to.v + at * this->value_width_;
-        bias_to_[j] = nullptr;
-      } else {
-        const int64_t slot = (this->h_ * s.blocks + at) * s.slots + t;
-        key_to_[j] = to.slot_keys + (this->h_ * s.slots + t) * this->key_width_;
-        value_to_[j] = to.slot_values + slot * this->value_width_;
-        bias_to_[j] = to.slot_bias + slot;
-      }
-    }
-  }
-
-  void pull_back(const Gradients<T>& to) {
-    const Sizes& s = this->in_.sizes;
-    const int64_t count = this->count_;
-    this->scores(nullptr);
-    dots<T, NV>(this->value_, count, pull_t_, s.values, ds_);
-    for (int64_t j = 0; j < count; j++) {
-      for (int w = 0; w < NV; w++) {
-        T *weights = this->s_ + j * R + w * L, *ds = ds_ + j * R + w * L;
-        const V weight = exponential(V::loadu(weights) - V::loadu(this->top_ + w * L)) * V::loadu(this->total_ + w * L);
-        weight.store(weights);
-        (weight * (V::loadu(ds) - V::loadu(dot_ + w * L))).store(ds);
-      }
-    }
-    mix<T, NV>(this->key_, count, ds_, s.width, dq_);
-    find_targets(to);
-    for (int64_t j = 0; j < count; j++) {
-      for (int64_t i = 0; i < R && bias_to_[j]; i++) *bias_to_[j] += ds_[j * R + i];
-    }
-    spread<T>(value_to_, count, this->s_, R, pull_, this->value_width_);
-    // slots come last, and those of several blocks have the same key
-    const int64_t own = std::find_if(this->slot_, this->slot_ + count, [](int64_t t) { return t >= 0; }) - this->slot_;
-    spread<T>(key_to_, own, ds_, R, this->q_, this->key_width_);
-    for (int64_t j = own; j < count; j++) spread_keys<T, 1>(key_to_ + j, ds_ + j * R, R, this->q_, this->key_width_);
-  }
-
-  Buffer<T> pull_, pull_t_, dq_, ds_;  // [query][c], [c][query], [c][query], [key][query]
-  alignas(64) T dot_[R];               // <pull_i, out_i>
-  T* key_to_[KEYS];
-  T* value_to_[KEYS];
-  T* bias_to_[KEYS];
-};
 
 // ---- all tiles of a call ----
 
@@ -215,7 +91,7 @@ using Optional = const std::optional<at::Tensor>&;
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Optional key_mask, Optional slot_keys,
     Optional slot_bias, Optional slot_values, at::IntArrayRef patterns, double scale, bool causal) {
-  const Arguments a = checked(q, k, v, key_mask, slot_keys, slot_bias, slot_values, patterns, causal);
+  const Arguments a = checked("sparse_attention", q, k, v, key_mask, slot_keys, slot_bias, slot_values, patterns, causal);
   const Sizes& s = a.sizes;
   const at::Tensor out = at::empty({s.batch, s.m, s.heads, s.values}, a.q.options()).transpose(1, 2);
   const at::Tensor top = at::empty({s.batch, s.heads, s.m}, a.q.options()), total = at::empty(top.sizes(), top.options());
@@ -243,14 +119,15 @@ Results run_backward(
   const int64_t parts = columns || units >= threads ? 1 : (threads + units - 1) / units;
   const auto options = a.q.options();
   const at::Tensor dq = at::zeros({s.batch, s.m, s.heads, s.width}, options).transpose(1, 2);
-  const at::Tensor dk = at::zeros({parts, s.batch, s.groups, s.n, key_width}, options);
-  const at::Tensor dv = at::zeros({parts, s.batch, s.groups, s.n, value_width}, options);
+  const at::Tensor dk = at::zeros({parts, s.batch, s.n, s.groups, key_width}, options).transpose(2, 3);
+  const at::Tensor dv = at::zeros({parts, s.batch, s.n, s.groups, value_width}, options).transpose(2, 3);
   const at::Tensor dsk = at::zeros({parts, s.batch, s.heads, s.slots, key_width}, options);
   const at::Tensor dsb = at::zeros({parts, s.batch, s.heads, s.blocks, s.slots}, options);
   const at::Tensor dsv = at::zeros({parts, s.batch, s.heads, s.blocks, s.slots, value_width}, options);
   const View<T> results = view<T>(out), pulls = view<T>(pull), to_q = view<T>(dq);
   const T *tops = top.data_ptr<T>(), *totals = total.data_ptr<T>();
-  T *to_k = dk.data_ptr<T>(), *to_v = dv.data_ptr<T>();
+  std::vector<View<T>> to_k, to_v;
+  for (int64_t part = 0; part < parts; part++) to_k.push_back(view<T>(dk[part])), to_v.push_back(view<T>(dv[part]));
   T *to_sk = dsk.data_ptr<T>(), *to_sb = dsb.data_ptr<T>(), *to_sv = dsv.data_ptr<T>();
   at::parallel_for(0, units * parts, 1, [&](int64_t begin, int64_t end) {
     std::unique_ptr<BackwardTile<T, 1>> narrow;
@@ -259,7 +136,7 @@ Results run_backward(
       const int64_t part = unit / units, b = unit % units / s.groups, g = unit % s.groups, shared = s.heads / s.groups;
       const int64_t copy = part * s.batch + b;
       const Gradients<T> to{
-          to_q, to_k + (copy * s.groups + g) * s.n * key_width, to_v + (copy * s.groups + g) * s.n * value_width,
+          to_q, to_k[part].at(b, g, 0), to_v[part].at(b, g, 0), to_k[part].row, to_v[part].row,
           to_sk + copy * s.heads * s.slots * key_width, to_sb + copy * s.heads * s.blocks * s.slots,
           to_sv + copy * s.heads * s.blocks * s.slots * value_width};
       for (int64_t h = g * shared; h < (g + 1) * shared; h++) {
@@ -279,7 +156,7 @@ Results run_backward(
   });
   const auto whole = [&](const at::Tensor& x) { return parts == 1 ? x.squeeze(0) : x.sum(0); };
   return {
-      dq, whole(dk).narrow(-1, 0, s.width), whole(dv).narrow(-1, 0, s.values), whole(dsk).narrow(-1, 0, s.width),
+      dq, sum_of_parts(dk, s.width), sum_of_parts(dv, s.values), whole(dsk).narrow(-1, 0, s.width),
       whole(dsb), whole(dsv).narrow(-1, 0, s.values)};
 }
 
@@ -288,7 +165,7 @@ Results backward(
     const at::Tensor& pull, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Optional key_mask,
     Optional slot_keys, Optional slot_bias, Optional slot_values, const at::Tensor& out, const at::Tensor& top,
     const at::Tensor& total, at::IntArrayRef patterns, double scale, bool causal) {
-  const Arguments a = checked(q, k, v, key_mask, slot_keys, slot_bias, slot_values, patterns, causal);
+  const Arguments a = checked("sparse_attention", q, k, v, key_mask, slot_keys, slot_bias, slot_values, patterns, causal);
   const at::ScalarType type = a.q.scalar_type();
   const Sizes& s = a.sizes;
   TORCH_CHECK(

@@ -1,0 +1,140 @@
+"""Three collectives with gradients: rows exchanged, small states gathered, sums reduced.  Only torch.distributed.
+
+    exchange    rows to every rank and from every rank, as many as agreed    backward: the same, the other way
+    gathered    x of every rank, stacked                                     backward: the sum of what comes back
+    summed      sum over the ranks                                           backward: the sum of the gradients
+
+The loss of a sharded model is the sum of the losses of all ranks, so a gradient is the sum of the parts from all ranks.
+Every rank must call the same collectives in the same order, backward too: `tied` keeps those in the graph whose result
+a rank happens not to need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headwise.errors import HeadwiseError, InputError
+
+
+class LostRankError(HeadwiseError):
+    """A collective failed: another process has ended, or does not answer in time."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The processes that share a sequence, and which of them this one is."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Ranks:
+        """Of `group`, or of all processes."""
+        if not dist.is_available() or not dist.is_initialized():
+            raise InputError(
+                "sequence_parallel: torch.distributed is not initialised; start the program with torchrun and call "
+                "torch.distributed.init_process_group first"
+            )
+        if group is None:
+            group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise InputError("sequence_parallel: group must be a ProcessGroup that this process belongs to")
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def call(self, collective: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Run one collective; a failure becomes one sentence."""
+        try:
+            collective(*args, group=self.group, **options)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise LostRankError(
+                f"rank {self.rank} of {self.size}: {collective.__name__} failed, most likely because another rank has "
+                f"ended or hangs (see the output of the other ranks), then start all ranks again; torch says: {reason}"
+            ) from error
+
+
+def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:
+    """x (rows, ...): the first send[0] rows to rank 0, and so on; receive[0] rows from rank 0 first, and so on."""
+    return _Exchange.apply(x, list(send), list(receive), ranks)  # type: ignore[return-value]
+
+
+def gathered(x: Tensor, ranks: Ranks) -> Tensor:
+    """(P, *x.shape): x of every rank, which has the same shape on all of them."""
+    return _Gather.apply(x, ranks)  # type: ignore[return-value]
+
+
+def summed(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of x over the ranks."""
+    return _Sum.apply(x, ranks)  # type: ignore[return-value]
+
+
+def largest(x: Tensor, ranks: Ranks) -> Tensor:
+    """The maximum of x over the ranks, without a gradient."""
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    ranks.call(dist.all_reduce, out, op=dist.ReduceOp.MAX)
+    return out
+
+
+def tied(x: Tensor, *others: Tensor) -> Tensor:
+    """x; the gradients of `others` are zeros, so that the collectives they come from run backward on every rank."""
+    return _Tie.apply(x, *others)  # type: ignore[return-value]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], ranks: Ranks) -> Tensor:
+        ctx.send, ctx.receive, ctx.ranks = send, receive, ranks
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        ranks.call(dist.all_to_all_single, out, x.contiguous(), receive, send)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        return exchange(gradients[0], ctx.receive, ctx.send, ctx.ranks), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        out = x.new_empty(ranks.size, *x.shape)
+        ranks.call(dist.all_gather, list(out.unbind(0)), x.contiguous())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        ones = [1] * ctx.ranks.size
+        return exchange(gradients[0], ones, ones, ctx.ranks).sum(0), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        out = x.clone(memory_format=torch.contiguous_format)
+        ranks.call(dist.all_reduce, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        return summed(gradients[0], ctx.ranks), None
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = [(y.shape, y.dtype, y.device) for y in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, ...]:
+        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others]
+        return gradients[0], *zeros

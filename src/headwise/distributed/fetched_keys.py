@@ -1,0 +1,167 @@
+"""Softmax over a pattern of keys: each rank fetches the keys that its queries attend to, and no others.
+
+    window of w keys     a halo: (w - 1) 2 d scalars in all, causal from one side only
+    leading keys         2 l d for those that attend to them; as queries, not causal, l d and a reduction of l (d + 2)
+    fixed, c summaries   2 d c N / block, and what is missing of a block that two ranks share
+    strided              all columns pass through every rank that holds `stride` positions: the exchange of heads
+
+Positions between what was fetched are left out, and what remains is attended to as a shorter sequence of the same
+pattern: distances inside a window do not change, and neither do whole blocks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.distributed.collectives import tied
+from headwise.distributed.exchanges import Call, NoExchange, local_rows
+from headwise.distributed.ring_softmax import everywhere
+from headwise.distributed.slices import empty_rows, fetch, fetch_mask
+from headwise.operators._kernels.key_patterns import KeyPattern
+from headwise.operators._kernels.queries_keys import QueriesKeys, repeat_heads
+from headwise.operators._kernels.sparse_blocks import Piece, Union
+from headwise.operators._kernels.tiles import Tiles
+from headwise.operators.masks import Mask
+from headwise.operators.sparse.fixed import Fixed, own_blocks, summary_pieces
+from headwise.operators.sparse.strided import Strided
+from headwise.operators.sparse.window import Window, window_pieces
+
+
+@local_rows.register
+def _(operator: Window, call: Call, v: Tensor) -> Tensor:
+    """A halo on both sides, (w - 1) 2 d scalars, causal on one; and the leading keys, 2 l d."""
+    pattern, scale = _pattern(operator.union), operator.union.scale
+    ahead = call.keys.n - call.queries.n
+
+    def wanted_by(start: int, stop: int) -> Tensor:
+        """Positions start..stop and their neighbours, behind the leading keys."""
+        left, right = max(0, start + ahead - pattern.left), min(call.keys.n, stop + ahead + pattern.right)
+        near = torch.arange(left, right)
+        return torch.cat([torch.arange(min(pattern.leading, left)), near]) if stop > start else near[:0]
+
+    def wanted(rank: int) -> Tensor:
+        return torch.cat([wanted_by(*segment) for segment in call.queries.segments(rank)])
+
+    k, values = fetch([call.k, v], call.keys, wanted, call.ranks)
+    mask = fetch_mask(call.key_mask, call.keys, wanted, call.ranks)
+    segments = call.queries.segments(call.rank)
+    counts = [len(wanted_by(*segment)) for segment in segments]
+    out, offset = [], 0
+    for q, (start, stop), count in zip(call.queries.split(call.q, call.rank), segments, counts, strict=True):
+        if stop > start:
+            part = slice(offset, offset + count)
+            after = min(call.keys.n, stop + ahead + pattern.right) - (stop + ahead)
+            queries = F.pad(q, (0, 0, 0, after))  # the pattern is aligned to the last key
+            pieces = partial(
+                window_pieces,
+                stop - start + after,
+                count,
+                pattern.left,
+                pattern.right,
+                pattern.leading,
+                operator.causal,
+                q.device,
+            )
+            union = _union(queries, k[..., part, :], scale, None if mask is None else mask[..., part], pieces)
+            out.append(union.apply(values[..., part, :])[..., : stop - start, :])
+        offset += count
+    joined = _joined(out, operator, v, k, values)
+    if not operator.leading or operator.causal:
+        return joined
+    return _with_global_rows(joined, operator, call, v, ahead)
+
+
+def _with_global_rows(out: Tensor, operator: Window, call: Call, v: Tensor, ahead: int) -> Tensor:
+    """The first queries attend to all keys: every rank has them, and the sums over its keys are added up."""
+    count = max(0, operator.leading - ahead)
+    if not count:
+        return out
+    (q,) = fetch([call.q], call.queries, lambda _: torch.arange(count), call.ranks)
+    k = call.hide(repeat_heads(call.k, call.q, "Window"))
+    rows = everywhere(q, k, v, operator.union.scale, call.key_mask, call.ranks)
+    positions = call.queries.positions(call.rank).to(v.device)
+    is_global = (positions < count).unsqueeze(-1)
+    return torch.where(is_global, rows.index_select(-2, positions.clamp(max=count - 1)), out)
+
+
+@local_rows.register
+def _(operator: Fixed, call: Call, v: Tensor) -> Tensor:
+    """The summaries of all other blocks (causal: of earlier ones), 2 d c N / block scalars, and halves of own blocks."""
+    pattern, scale = _pattern(operator.union), operator.union.scale
+    n, block, summaries = call.keys.n, operator.block, operator.summaries
+    if not call.square:
+        raise NoExchange("Fixed: queries and keys are sliced differently")
+
+    def near(start: int, stop: int) -> tuple[int, int]:
+        return start // block * block, min(n, -(-stop // block) * block)
+
+    def remote(start: int, stop: int) -> Tensor:
+        """The summaries of whole blocks outside those of start..stop."""
+        if not pattern.every:
+            return torch.arange(0)
+        left, right = near(start, stop)
+        blocks = torch.arange(n // block)
+        others = blocks < left // block
+        if not operator.causal:
+            others |= blocks >= -(-right // block)
+        return (blocks[others, None] * block + torch.arange(block - summaries, block)).flatten()
+
+    def wanted_by(start: int, stop: int) -> Tensor:
+        return torch.cat([torch.arange(*near(start, stop)), remote(start, stop)]) if stop > start else torch.arange(0)
+
+    def wanted(rank: int) -> Tensor:
+        return torch.cat([wanted_by(*segment) for segment in call.queries.segments(rank)])
+
+    k, values = fetch([call.k, v], call.keys, wanted, call.ranks)
+    mask = fetch_mask(call.key_mask, call.keys, wanted, call.ranks)
+    segments = call.queries.segments(call.rank)
+    out, offset = [], 0
+    for q, (start, stop) in zip(call.queries.split(call.q, call.rank), segments, strict=True):
+        if stop > start:
+            (left, right), count = near(start, stop), len(wanted_by(start, stop))
+            part = slice(offset, offset + count)
+            offset += count
+            queries = F.pad(q, (0, 0, start - left, right - stop))
+            pieces = partial(_fixed_pieces, right - left, count, pattern, operator, q.device)
+            union = _union(queries, k[..., part, :], scale, None if mask is None else mask[..., part], pieces)
+            out.append(union.apply(values[..., part, :])[..., start - left : stop - left, :])
+    return _joined(out, operator, v, k, values)
+
+
+def _fixed_pieces(n: int, total: int, pattern: KeyPattern, operator: Fixed, device: torch.device) -> list[Piece]:
+    """Blocks of n positions, and every other key up to `total`, a summary of another block, for all of them."""
+    itself = Piece(Tiles(0, n, 1, 1), Tiles(0, n, 1, 1), first=True)
+    pieces = own_blocks(n, operator.block, operator.causal) if pattern.block else [itself]
+    if pattern.every:
+        pieces += summary_pieces(n, operator.block, operator.summaries, operator.causal, device, first=False)
+    if total > n:
+        pieces.append(Piece(Tiles(0, 1, 0, n), Tiles(n, 1, 0, total - n), first=False))
+    return pieces
+
+
+@local_rows.register
+def _(operator: Strided, call: Call, v: Tensor) -> Tensor:
+    """Heads, 4 d N (P-1)/P^2: every rank that holds `stride` positions in a row meets all columns."""
+    raise NoExchange("Strided: every column passes through every rank")
+
+
+def _pattern(union: Union) -> KeyPattern:
+    assert union.pattern is not None
+    return union.pattern
+
+
+def _union(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, pieces: partial) -> Union:
+    keys = repeat_heads(k, q, "Window")
+    masks = Mask(q.shape[-2], keys.shape[-2], key_mask=mask)
+    return Union.of(QueriesKeys(q, masks.hide(keys), scale, masks), pieces)
+
+
+def _joined(parts: list[Tensor], operator: Window | Fixed, v: Tensor, *fetched: Tensor) -> Tensor:
+    """The rows of all segments, in the graph of what was fetched even where there are none."""
+    if not parts:
+        return empty_rows(v, torch.broadcast_shapes(operator.shape[:-2], v.shape[:-2]), v.shape[-1], *fetched)
+    return tied(torch.cat(parts, dim=-2), *fetched)

@@ -1,0 +1,134 @@
+"""Which positions of a sequence each rank holds, and rows fetched from where they are held.
+
+Contiguous slices of any lengths, in the order of the ranks; or zig-zag, where a rank holds one part from the front and
+one from the back, so that under a causal mask every rank has about as many pairs to compute:
+
+    contiguous   0 0 0 0 1 1 1 1 2 2 2 2        zig-zag   0 0 1 1 2 2 2 2 1 1 0 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from headwise.distributed.collectives import Ranks, exchange, tied
+from headwise.errors import ShapeError
+from headwise.shapes import truth_values, whole_numbers, whole_tuple
+
+
+@final
+@dataclass(frozen=True)
+class Slices:
+    """How n = sum(lengths) positions are held by len(lengths) ranks.
+
+    >>> Slices((4, 2), zigzag=True).segments(0), Slices((4, 2), zigzag=True).segments(1)
+    (((0, 2), (4, 6)), ((2, 3), (3, 4)))
+    >>> Slices.even(7, 2).lengths
+    (4, 3)
+    """
+
+    lengths: tuple[int, ...]
+    zigzag: bool = False
+
+    def __post_init__(self) -> None:
+        whole_tuple("Slices", "lengths", self.lengths, least=0)
+        truth_values("Slices", zigzag=self.zigzag)
+        if not self.lengths:
+            raise ShapeError("Slices: lengths has no entry; give one length for each rank")
+
+    @classmethod
+    def even(cls, n: int, ranks: int, *, zigzag: bool = False) -> Slices:
+        """n positions on `ranks` ranks, the first ones holding one more if they do not divide."""
+        whole_numbers("Slices", least=0, n=n)
+        whole_numbers("Slices", ranks=ranks)
+        return cls(tuple(n // ranks + (rank < n % ranks) for rank in range(ranks)), zigzag)
+
+    @property
+    def n(self) -> int:
+        return sum(self.lengths)
+
+    def segments(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of the parts that a rank holds, in the order in which it holds them."""
+        if not self.zigzag:
+            start = sum(self.lengths[:rank])
+            return ((start, start + self.lengths[rank]),)
+        fronts = [-(-length // 2) for length in self.lengths]
+        front, back = sum(fronts[:rank]), self.n - sum(length // 2 for length in self.lengths[:rank])
+        return (front, front + fronts[rank]), (back - self.lengths[rank] // 2, back)
+
+    def positions(self, rank: int) -> Tensor:
+        """The positions that a rank holds, (lengths[rank],)."""
+        return torch.cat([torch.arange(start, stop) for start, stop in self.segments(rank)])
+
+    def cut(self, x: Tensor, rank: int, dim: int = -2) -> Tensor:
+        """The part of x that a rank holds, x the whole sequence along `dim`."""
+        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.segments(rank)], dim=dim)
+
+    def split(self, x: Tensor, rank: int, dim: int = -2) -> tuple[Tensor, ...]:
+        """x (*batch, lengths[rank], c) cut into the rank's segments."""
+        return x.split([stop - start for start, stop in self.segments(rank)], dim=dim)
+
+    def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rank that holds each position, and the row at which it does."""
+        parts = []
+        for rank in range(len(self.lengths)):
+            row = 0
+            for start, stop in self.segments(rank):
+                if stop > start:
+                    parts.append((start, rank, row))
+                row += stop - start
+        starts, owners, rows = (torch.tensor(column) for column in zip(*sorted(parts), strict=True))
+        at = torch.searchsorted(starts, positions, right=True) - 1
+        return owners[at], positions - starts[at] + rows[at]
+
+    def in_sequence(self, x: Tensor, dim: int = -2) -> Tensor:
+        """x with the rows of rank 0, rank 1, ... put into the order of the sequence."""
+        if not self.zigzag:
+            return x
+        order = torch.cat([self.positions(rank) for rank in range(len(self.lengths))])
+        return x.index_select(dim, order.argsort().to(x.device))
+
+    def by_rank(self, x: Tensor, dim: int = -2) -> Tensor:
+        """The inverse: the rows of a sequence in the order of the ranks."""
+        if not self.zigzag:
+            return x
+        order = torch.cat([self.positions(rank) for rank in range(len(self.lengths))])
+        return x.index_select(dim, order.to(x.device))
+
+
+def fetch(tensors: Sequence[Tensor], held: Slices, wanted: Callable[[int], Tensor], ranks: Ranks) -> list[Tensor]:
+    """Rows at the positions wanted(rank), which every rank knows of every other, of tensors (*batch, n, c).
+
+    One exchange for all tensors, which must share their dtype; their batch axes may differ.
+    """
+    needs = [wanted(rank) for rank in range(ranks.size)]
+    owners, _ = held.locate(needs[ranks.rank]) if len(needs[ranks.rank]) else (needs[ranks.rank],) * 2
+    order = owners.argsort(stable=True)
+    receive = torch.bincount(owners, minlength=ranks.size).tolist()
+    rows = []
+    for need in needs:
+        owner, row = held.locate(need) if len(need) else (need, need)
+        rows.append(row[owner == ranks.rank])
+    device = tensors[0].device
+    packed = [x.movedim(-2, 0) for x in tensors]
+    flat = torch.cat([x.reshape(x.shape[0], x.shape[1:].numel()) for x in packed], dim=1)
+    sent = flat.index_select(0, torch.cat(rows).to(device))
+    got = exchange(sent, [len(row) for row in rows], receive, ranks).index_select(0, order.argsort().to(device))
+    parts = got.split([x.shape[1:].numel() for x in packed], dim=1)
+    return [y.reshape(y.shape[0], *x.shape[1:]).movedim(0, -2) for x, y in zip(packed, parts, strict=True)]
+
+
+def fetch_mask(mask: Tensor | None, held: Slices, wanted: Callable[[int], Tensor], ranks: Ranks) -> Tensor | None:
+    """The same of a key mask (*batch, n), one byte a position; None stays None."""
+    if mask is None:
+        return None
+    return fetch([mask.to(torch.uint8).unsqueeze(-1)], held, wanted, ranks)[0].squeeze(-1).bool()
+
+
+def empty_rows(like: Tensor, batch: Sequence[int], width: int, *others: Tensor) -> Tensor:
+    """No rows (*batch, 0, width), tied to the collectives that `others` came from."""
+    return tied(like.new_zeros(*batch, 0, width), *others)

@@ -1,0 +1,149 @@
+"""Models of transformers, rewritten or not, on slices of a sequence that other processes hold the rest of.
+
+    with sequence_parallel_model(model):
+        out = model(ids[:, start:stop], position_ids=positions, use_cache=False)
+
+Every attention call of the model becomes `sequence_parallel` of its operators: softmax, or in a rewritten model the
+kinds of its heads, one call for each group of equal heads.  All else in a transformer treats positions one by one, if
+it is told which ones they are: pass `position_ids`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from headwise.distributed import sequence_parallel
+from headwise.errors import InputError, UnsupportedError
+from headwise.operators._kernels.queries_keys import repeat_heads
+from headwise.operators.base import AttentionOperator
+from headwise.operators.masks import Mask
+from headwise.operators.softmax import softmax
+from headwise.replacement.install import transformers_attention as interface
+from headwise.replacement.install.mixed_heads import HeadGroup, MixedHeads
+from headwise.replacement.install.transformers_models import is_pretrained
+from headwise.replacement.kinds import HeadInputs
+
+NAME = "headwise-sequence-parallel"
+
+
+@contextmanager
+def sequence_parallel_model(
+    model: nn.Module, group: dist.ProcessGroup | None = None, *, zigzag: bool = False
+) -> Iterator[nn.Module]:
+    """`model` with its attention over the slices of all ranks of `group`; afterwards it is as it was.
+
+    Inputs are this rank's positions: `position_ids` says which, `attention_mask` (b, n) has its own padding, or None on
+    all ranks.  `zigzag` is that of `sequence_parallel`; then pass an attention_mask too, for without one transformers
+    takes a jump in position_ids for the beginning of another sequence.  Caches are not supported.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if not is_pretrained(model):
+        raise InputError(
+            f"sequence_parallel_model: needs a model of transformers, but got {type(model).__name__}; for layers of "
+            "headwise.nn use build=sequence_parallel(...)"
+        )
+    parallel = partial(sequence_parallel, group=group, zigzag=zigzag)
+    parallel(softmax)  # complains about the group before anything is changed
+    AttentionInterface.register(NAME, partial(_attention, parallel))
+    AttentionMaskInterface.register(NAME, _mask)
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+
+
+def _attention(
+    parallel: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query (b, h, m, k), key and value (b, h_kv, n, ·) of this rank -> (b, m, h, d)"""
+    owner = type(module).__name__
+    refused = {name: why for name, why in interface.CHANGES.items() if kwargs.get(name) is not None}
+    if position_bias is not None:
+        refused["position_bias"] = "a bias for pairs of positions"
+    if dropout:
+        refused["dropout"] = f"attention dropout of {dropout:g} (call model.eval())"
+    if query.shape[-2] != key.shape[-2]:
+        refused["past_key_values"] = "a cache (pass use_cache=False)"
+    for name, why in refused.items():
+        raise UnsupportedError(f"{owner}: {why} ({name}) is not supported in sequence_parallel_model")
+    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+    masks: dict[str, Any] = {}
+    if bool(getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        masks["causal"] = True
+    if attention_mask is not None:
+        masks["key_mask"] = attention_mask.unsqueeze(1)
+    heads = getattr(module, interface.NAME, None)
+    values = repeat_heads(value, query, owner)
+    if not isinstance(heads, MixedHeads) or heads.replaced is None:
+        out = parallel(partial(softmax, scale=scale))(query, key, **masks)(values)
+        return out.transpose(1, 2).contiguous(), None
+    shared, outs, order = query.shape[1] // key.shape[1], [], []
+    for group in heads._groups():
+        build = parallel(partial(_operator, heads, group, scale))
+        outs.append(build(group.take(query), group.take_shared(key, shared), **masks)(group.take(values)))
+        order += group.heads
+    out = torch.cat(outs, dim=1).index_select(1, torch.tensor(order, device=query.device).argsort())
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _operator(
+    heads: MixedHeads,
+    group: HeadGroup,
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> AttentionOperator:
+    """The operator of a group of heads, or softmax at lengths at which the plan keeps it."""
+    if group.choice.kind == "softmax" or heads.runs_exact(k.shape[-2]):
+        return softmax(q, k, scale=scale, causal=causal, key_mask=key_mask)
+    if key_mask is not None and group.choice.definition.from_first_key:
+        raise UnsupportedError(
+            f"{group.choice}: counts positions from the first key that is not padding, which may be on another rank; "
+            "pass sequences without padding"
+        )
+    mask = Mask(q.shape[-2], k.shape[-2], causal, key_mask)
+    return group.choice.operator(HeadInputs(q, k, mask, scale), group.tensors)
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The padding (b, n) as it was given, the same form on every rank; causality is the module's."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if local_size is not None or mask_function not in (causal_mask_function, bidirectional_mask_function):
+        raise UnsupportedError(
+            "sequence_parallel_model: only causal attention and attention to all keys are supported, but this model "
+            "has a sliding window, packed sequences or a mask of its own; with zigzag, pass an attention_mask"
+        )
+    return None if attention_mask is None else attention_mask.bool()

@@ -1,0 +1,63 @@
+"""Every operator on two and on four processes equals the operator in one, with its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.distributed.pool import Pool
+from tests.distributed.sharded import SUBJECTS, Setting, differences
+
+
+@st.composite
+def comparisons(draw: st.DrawFn, subject: str, ranks: int, most: int = 7) -> Setting:
+    """Slices of any lengths, some of them empty; masks that the subject takes; three dtypes."""
+    taken = SUBJECTS[subject]
+    sizes = st.lists(st.integers(0, most), min_size=ranks, max_size=ranks)
+    lengths = tuple(draw(sizes.filter(lambda lengths: sum(lengths) >= max(2, taken.at_least))))
+    cross = taken.cross and draw(st.booleans())
+    return Setting(
+        subject,
+        lengths,
+        query_lengths=tuple(draw(sizes.filter(any))) if cross else None,
+        zigzag=draw(st.booleans()),
+        causal=taken.causal and draw(st.booleans()),
+        masked=taken.key_mask and draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16])),
+        batch=draw(st.sampled_from([(2, 4), (4,), (1, 4)])),
+        key_heads=2 if subject in ("softmax", "window", "efficient") and draw(st.booleans()) else None,
+        values=draw(st.integers(4, 6)),
+        exchange=draw(st.sampled_from(["cheapest", "heads", "ring"])) if subject == "softmax" else "cheapest",
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+def assert_same(pool: Pool, setting: Setting) -> None:
+    for rank, found in enumerate(pool.run(differences, setting)):
+        for name, ratio in found.items():
+            assert ratio <= 1, f"rank {rank}: {name} is {ratio:.3g} tolerances from that of one process"
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@settings(max_examples=3)
+@given(data=st.data())
+def test_two_ranks_equal_one(two: Pool, subject: str, data: st.DataObject) -> None:
+    assert_same(two, data.draw(comparisons(subject, 2)))
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@settings(max_examples=2)
+@given(data=st.data())
+def test_four_ranks_equal_one(four: Pool, subject: str, data: st.DataObject) -> None:
+    assert_same(four, data.draw(comparisons(subject, 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", SUBJECTS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_many_slices(two: Pool, four: Pool, subject: str, data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from([2, 4]))
+    assert_same({2: two, 4: four}[ranks], data.draw(comparisons(subject, ranks, most=40)))

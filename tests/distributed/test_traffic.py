@@ -1,0 +1,43 @@
+"""Bytes received are those of the formulas: as torch.distributed is asked for them, and as sockets count them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from headwise.distributed import Traffic, traffic
+from headwise.operators import softmax, window
+from tests.distributed.pool import Pool
+from tests.distributed.sharded import SUBJECTS, counted
+
+HEADERS = 400
+"""Bytes at most that gloo adds to one collective and peer: headers, and notifications that a buffer is ready."""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_received_are_those_of_the_formula(size: int, request: pytest.FixtureRequest) -> None:
+    pool: Pool = request.getfixturevalue({2: "two", 4: "four"}[size])
+    for name, subject in SUBJECTS.items():
+        if name == "of other keys":  # a builder that changes q and k is not described by its operator
+            continue
+        for causal in (False, True) if subject.causal else (False,):
+            found = pool.run(counted, name, 96, causal, 8, 4)
+            most = max(rank["counted"] for rank in found)
+            assert most == found[0]["formula"], f"{name}, causal={causal}: {most} bytes, not {found[0]['formula']}"
+            if sys.platform == "linux":
+                for rank in found:
+                    extra = rank["sockets"] - rank["all"]
+                    assert 0 < extra <= HEADERS * rank["calls"] * (size - 1), f"{name}: {extra} bytes beyond {rank}"
+
+
+def test_the_sizes_of_long_sequences() -> None:
+    """A million tokens on eight ranks, d = 64, float32: megabytes for softmax, kilobytes for a window."""
+    q = torch.empty(1 << 20, 64, device="meta")
+    assert 4 * traffic(softmax(q, q), 64, 8).received(8) == 4 * 2 * 64 * (1 << 20) * 7 // 8  # 470 MB
+    assert 4 * traffic(window(q, q, 129), 64, 8).received(8) == 4 * 2 * 64 * 128  # 66 kB
+
+
+def test_an_all_reduce_receives_twice_its_share() -> None:
+    assert (Traffic(10, 12) + Traffic(1)).received(4) == 11 + 2 * 12 * 3 // 4
