@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shlex
 import sys
 from collections import Counter
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     command = "headwise examine " + shlex.join(argv)
-    rank, processes = _join_processes()
+    rank, processes = shared.join_processes()
     if rank != 0:  # the first process has the lock, writes the report and prints
         options.quiet = True
         _examine(options, options.out.expanduser() / PARTIAL, command, processes)
@@ -176,18 +175,6 @@ def _lengths(options: argparse.Namespace, inputs: Inputs) -> list[int]:
                 f"--length {length}"
             )
     return sorted({*options.lengths} - {longest})
-
-
-def _join_processes() -> tuple[int, int]:
-    """(rank, number of processes); started by torchrun, join the other processes."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes == 1:
-        return 0, 1
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return dist.get_rank(), processes
 
 
 def _print(examination: Examination, files: list[Path]) -> None:
