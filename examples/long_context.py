@@ -35,7 +35,8 @@ def multihead(n: int, rank: int, size: int) -> float:
     part = held.cut(x, rank).requires_grad_()
     (layer(part, causal=True).square().sum() / (n * 64)).backward()  # the parts of the mean add up over the ranks
     gradient = layer.query.weight.grad
-    assert gradient is not None and part.grad is not None
+    assert gradient is not None
+    assert part.grad is not None
     dist.all_reduce(gradient)
     return max(_relative(a, b) for a, b in zip([gradient, part.grad], expected, strict=True))
 

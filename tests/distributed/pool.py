@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import tempfile
 import traceback
@@ -83,10 +84,8 @@ class Pool:
 
     def close(self) -> None:
         for connection in self._connections:
-            try:
+            with contextlib.suppress(OSError):  # it has ended
                 connection.send(None)
-            except (BrokenPipeError, OSError):
-                pass
         for process in self.processes:
             process.join(5)
             if process.is_alive():

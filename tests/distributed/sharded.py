@@ -115,11 +115,12 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "uniform": Subject(_by_position(lambda n, p, **masks: uniform(n, n, **masks))),
     "projected": Subject(
-        lambda q, k, n, p, **masks: projected(q, k, dense(p["e"]), dense(p["f"]), **masks), _matrices(3), causal=False, at_least=3
+        lambda q, k, n, p, **masks: projected(q, k, dense(p["e"]), dense(p["f"]), **masks),
+        _matrices(3),
+        causal=False,
+        at_least=3,
     ),
-    "projected, pooling": Subject(
-        lambda q, k, n, p, **masks: projected(q, k, pooling(n, 3), **masks), causal=False
-    ),
+    "projected, pooling": Subject(lambda q, k, n, p, **masks: projected(q, k, pooling(n, 3), **masks), causal=False),
     "projected, convolution": Subject(
         lambda q, k, n, p, **masks: projected(q, k, convolution(n, 2, p["w"]), **masks),
         lambda n: {"w": torch.randn(3)},
@@ -138,7 +139,10 @@ SUBJECTS: dict[str, Subject] = {
         at_least=2,
     ),
     "factored": Subject(
-        lambda q, k, n, p, **masks: factored(q, k, dense(p["e"]), dense(p["f"]), **masks), _matrices(3), causal=False, at_least=3
+        lambda q, k, n, p, **masks: factored(q, k, dense(p["e"]), dense(p["f"]), **masks),
+        _matrices(3),
+        causal=False,
+        at_least=3,
     ),
     "factored, pooling": Subject(lambda q, k, n, p, **masks: factored(q, k, pooling(n, 2), **masks), causal=False),
     "factored, identity": Subject(lambda q, k, n, p, **masks: factored(q, k, identity(n), **masks), causal=False),

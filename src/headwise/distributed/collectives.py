@@ -11,7 +11,8 @@ a rank happens not to need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -49,15 +50,21 @@ class Ranks:
             raise InputError("sequence_parallel: group must be a ProcessGroup that this process belongs to")
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
-    def call(self, collective: Callable[..., Any], *args: Any, **options: Any) -> None:
-        """Run one collective; a failure becomes one sentence."""
+    def call(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run one collective (with async_op=True, start it and return its work); a failure becomes one sentence."""
+        with self.saying(collective.__name__):
+            return collective(*args, group=self.group, **options)
+
+    @contextlib.contextmanager
+    def saying(self, name: str) -> Iterator[None]:
+        """Around what may fail because of another rank: an error becomes a LostRankError that names the collective."""
         try:
-            collective(*args, group=self.group, **options)
+            yield
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise LostRankError(
-                f"rank {self.rank} of {self.size}: {collective.__name__} failed, most likely because another rank has "
-                f"ended or hangs (see the output of the other ranks), then start all ranks again; torch says: {reason}"
+                f"rank {self.rank} of {self.size}: {name} failed, most likely because another rank has ended or hangs "
+                f"(see the output of the other ranks), then start all ranks again; torch says: {reason}"
             ) from error
 
 

@@ -90,7 +90,7 @@ def _with_global_rows(out: Tensor, operator: Window, call: Call, v: Tensor, ahea
 
 @local_rows.register
 def _(operator: Fixed, call: Call, v: Tensor) -> Tensor:
-    """The summaries of all other blocks (causal: of earlier ones), 2 d c N / block scalars, and halves of own blocks."""
+    """Summaries of all other blocks (causal: of earlier ones), 2 d c N / block scalars, and parts of own blocks."""
     pattern, scale = _pattern(operator.union), operator.union.scale
     n, block, summaries = call.keys.n, operator.block, operator.summaries
     if not call.square:

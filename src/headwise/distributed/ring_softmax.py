@@ -2,19 +2,22 @@
 
     out = sum_s exp(lse_s - lse) out_s,    lse = log sum_s exp(lse_s),    s over the ranks that hold keys
 
-In step t a rank receives the keys and values of the rank t places ahead, so that it holds its own and one other block
-at a time (Liu et al. 2023, Ring Attention; the sums are those of Milakov & Gimelshein 2018).  2 d N (P-1)/P scalars
-received for each head and rank.  Backward, the same blocks pass again and their gradients go back: twice as many.
+In step t a rank receives the keys and values of the rank t places ahead, while it uses those of the step before: it
+holds its own block and two others at a time (Liu et al. 2023, Ring Attention; the sums are those of Milakov &
+Gimelshein 2018).  2 d N (P-1)/P scalars received for each head and rank.  Backward, the same blocks pass again and
+their gradients go back: twice as many.
 Under a causal mask, pairs of segments that hide one another are skipped; zig-zag slices give all ranks the same work.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from headwise.distributed.collectives import Ranks, exchange, largest, summed
@@ -35,21 +38,30 @@ class Ring:
     scale: float
     causal: bool
 
-    def passed(self, x: Tensor, step: int) -> Tensor:
-        """The block (rows, ...) of the rank `step` places ahead; this rank's goes as far back."""
-        return self._swap(x, self.source(step), (self.ranks.rank - step) % self.ranks.size)
+    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(rank, its block) for all ranks, this one first; blocks (rows, ...) travel while the one before is used."""
+        block, size = own, self.ranks.size
+        for step in range(size):
+            work, following = None, own
+            if step + 1 < size:
+                send, receive = [0] * size, [0] * size
+                source = (self.ranks.rank + step + 1) % size
+                send[(self.ranks.rank - step - 1) % size] = len(own)
+                receive[source] = self.keys.lengths[source]
+                following = own.new_empty(receive[source], *own.shape[1:])
+                work = self.ranks.call(dist.all_to_all_single, following, own, receive, send, async_op=True)
+            yield (self.ranks.rank + step) % size, block
+            if work is not None:
+                with self.ranks.saying("all_to_all_single"):
+                    work.wait()
+            block = following
 
-    def returned(self, x: Tensor, step: int) -> Tensor:
-        """x, made for the rank `step` places ahead, sent there; what was made for this rank is received."""
-        return self._swap(x, (self.ranks.rank - step) % self.ranks.size, self.source(step), own=True)
-
-    def source(self, step: int) -> int:
-        return (self.ranks.rank + step) % self.ranks.size
-
-    def _swap(self, x: Tensor, source: int, target: int, *, own: bool = False) -> Tensor:
-        send, receive = [0] * self.ranks.size, [0] * self.ranks.size
-        send[target] = x.shape[0]
-        receive[source] = self.keys.lengths[self.ranks.rank if own else source]
+    def returned(self, x: Tensor, source: int) -> Tensor:
+        """x, made of the block of rank `source`, sent there; what was made of this rank's block is received."""
+        size = self.ranks.size
+        send, receive = [0] * size, [0] * size
+        send[source] = len(x)
+        receive[(2 * self.ranks.rank - source) % size] = self.keys.lengths[self.ranks.rank]
         return exchange(x, send, receive, self.ranks)
 
     def pairs(self, source: int) -> list[tuple[slice, slice, int | None]]:
@@ -107,10 +119,9 @@ class _RingSoftmax(torch.autograd.Function):
         out = q.new_zeros(*batch, q.shape[-2], v.shape[-1], dtype=compute)
         lse = out.new_full(out.shape[:-1], -math.inf)
         packed = _packed(k, v, *mask)
-        for step in range(ring.ranks.size):
-            block = packed if step == 0 else ring.passed(packed, step)
+        for source, block in ring.blocks(packed):
             keys, values, visible = _unpacked(block, k, v, *mask)
-            for rows, columns, ahead in ring.pairs(ring.source(step)):
+            for rows, columns, ahead in ring.pairs(source):
                 part, part_lse = attend_with_lse(*_part(ring, q, keys, values, visible, rows, columns, ahead))
                 _merge(out[..., rows, :], lse[..., rows], part, part_lse)
         ctx.ring = ring
@@ -125,11 +136,10 @@ class _RingSoftmax(torch.autograd.Function):
         shift = lse.masked_fill(lse == -math.inf, 0).unsqueeze(-1)
         dq, packed = q.new_zeros(*out.shape[:-1], q.shape[-1], dtype=out.dtype), _packed(k, v, *mask)
         dk, dv = torch.zeros_like(k, dtype=out.dtype), torch.zeros_like(v, dtype=out.dtype)
-        for step in range(ring.ranks.size):
-            block = packed if step == 0 else ring.passed(packed, step)
+        for source, block in ring.blocks(packed):
             keys, values, visible = _unpacked(block, k, v, *mask)
             dkeys, dvalues = (torch.zeros_like(x, dtype=out.dtype) for x in (keys, values))
-            for rows, columns, ahead in ring.pairs(ring.source(step)):
+            for rows, columns, ahead in ring.pairs(source):
                 scores, x = _part(ring, q, keys, values, visible, rows, columns, ahead)
                 first = rows.start
                 for start, stop in scores.chunks():
@@ -142,8 +152,8 @@ class _RingSoftmax(torch.autograd.Function):
                     dq[..., some, :] += ds @ part.k.to(out.dtype)
                     dkeys[..., seen, :] += _fold(ds.mT @ part.q.to(out.dtype), dkeys[..., seen, :])
                     dvalues[..., seen, :] += _fold(p.mT @ pull, dvalues[..., seen, :])
-            if step:
-                back = ring.returned(_packed(dkeys, dvalues), step)
+            if source != ring.ranks.rank:
+                back = ring.returned(_packed(dkeys, dvalues), source)
                 dkeys, dvalues, _ = _unpacked(back, dk, dv)
             dk, dv = dk + dkeys, dv + dvalues
         return None, _fold(dq, q).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *(None for _ in mask)

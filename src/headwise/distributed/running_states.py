@@ -125,29 +125,26 @@ def _(operator: Uniform, call: Call, v: Tensor) -> Tensor:
 
 def _averaged(q: Tensor, k: Tensor, v: Tensor, causal: bool, call: Call) -> Tensor:
     """sum_j M_ij q_i . k_j v_j / C_i, from sums of k_j v_j^T over the ranks, or over the segments before."""
-    n, positions = call.keys.n, call.queries.positions(call.rank).to(v.device)
-    if call.key_mask is None:
-        counts = (positions + 1 if causal else torch.full_like(positions, n)).unsqueeze(-1)
     if not causal:
-        state = summed(k.mT @ v, call.ranks)
-        if call.key_mask is not None:
-            visible = call.key_mask.sum(-1, keepdim=True).to(v.dtype)
-            counts = summed(visible, call.ranks).unsqueeze(-1).clamp(min=1)
-        return (q @ state) / counts.to(v.dtype)
-    split = (call.keys.split(x, call.rank) for x in (q, k, v))
-    parts = list(zip(*split, strict=True))
+        sums = q @ summed(k.mT @ v, call.ranks)
+        if call.key_mask is None:
+            return sums / call.keys.n
+        return sums / summed(call.key_mask.sum(-1).to(v.dtype), call.ranks).clamp(min=1)[..., None, None]
+    parts = list(zip(*(call.keys.split(x, call.rank) for x in (q, k, v)), strict=True))
     states = gathered(torch.stack([keys.mT @ x for _, keys, x in parts]), call.ranks).flatten(0, 1)
     earlier = [index.to(v.device) for index in _earlier(call.keys, call.rank)]
     out = []
     for (rows, keys, x), index in zip(parts, earlier, strict=True):
         inside = DotProduct.triangle(rows, keys, x) if x.shape[-2] else x
         out.append(inside + rows @ states[index].sum(0))
-    if call.key_mask is not None:
+    if call.key_mask is None:
+        counts = call.keys.positions(call.rank).to(v.device) + 1
+    else:
         masks = call.keys.split(call.key_mask, call.rank, dim=-1)
-        totals = gathered(torch.stack([mask.sum(-1) for mask in masks]), call.ranks).flatten(0, 1)
-        running = [mask.cumsum(-1) + totals[index].sum(0).unsqueeze(-1) for mask, index in zip(masks, earlier, strict=True)]
-        counts = torch.cat(running, dim=-1).unsqueeze(-1).clamp(min=1)
-    return tied(torch.cat(out, dim=-2), states) / counts.to(v.dtype)
+        totals = gathered(torch.stack([mask.sum(-1, keepdim=True) for mask in masks]), call.ranks).flatten(0, 1)
+        running = [mask.cumsum(-1) + totals[i].sum(0) for mask, i in zip(masks, earlier, strict=True)]
+        counts = torch.cat(running, dim=-1).clamp(min=1)
+    return tied(torch.cat(out, dim=-2), states) / counts.to(v.dtype).unsqueeze(-1)
 
 
 def _scores(k: Tensor, scale: float, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor:

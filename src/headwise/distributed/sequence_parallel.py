@@ -71,9 +71,7 @@ def sequence_parallel(
         raise InputError(f"sequence_parallel: build must be the builder of an operator, but is {shown(build)}")
     truth_values("sequence_parallel", zigzag=zigzag)
     if exchange not in ("cheapest", "heads", "ring"):
-        raise InputError(
-            f"sequence_parallel: exchange must be 'cheapest', 'heads' or 'ring', but is {shown(exchange)}"
-        )
+        raise InputError(f"sequence_parallel: exchange must be 'cheapest', 'heads' or 'ring', but is {shown(exchange)}")
     return SequenceParallel(build, Ranks.of(group), zigzag, exchange)
 
 
@@ -154,7 +152,9 @@ class ShardedOperator(AttentionOperator):
             return torch.autograd.grad(self.apply(v), v, u)[0]
 
     def dense(self, like: Tensor | None = None) -> Tensor:
-        raise UnsupportedError("sequence_parallel: the entries of P are spread over the ranks; use one process for them")
+        raise UnsupportedError(
+            "sequence_parallel: the entries of P are spread over the ranks; use one process for them"
+        )
 
     def cost(self, d: int) -> Cost:
         """Of one `apply` on all ranks together; every rank must ask for it."""
@@ -199,13 +199,14 @@ class ShardedOperator(AttentionOperator):
 
     def _probed(self, call: Call, said: str) -> AttentionOperator | None:
         """The operator of the whole sequence; None if it is not known how it reads q and k."""
-        problem, operator, mask = None, None, call.key_mask
+        problem = operator = None
         q, k = self._whole(call)
-        if mask is not None:
-            mask = torch.empty(*mask.shape[:-1], call.keys.n, dtype=torch.bool, device="meta")
-        for mask in (mask,) if mask is None else (mask, lambda: sequence_mask(call)):
+        masks: list[Callable[[], Tensor | None]] = [lambda: None]
+        if (mask := call.key_mask) is not None:
+            masks = [lambda: q.new_empty(*mask.shape[:-1], call.keys.n, dtype=torch.bool), lambda: sequence_mask(call)]
+        for make_mask in masks:
             try:
-                operator = self._build(q, k, mask() if callable(mask) else mask)
+                operator = self._build(q, k, make_mask())
                 break
             except (DtypeError, RuntimeError):  # tensors of the builder, a bias or rotations, are not on meta
                 continue
@@ -251,9 +252,9 @@ class ShardedOperator(AttentionOperator):
         heads = batch[-1] if batch else 1
         if heads < size:
             raise UnsupportedError(
-                f"sequence_parallel: {_named(self.builder.build)} is computed with all positions of some heads on each "
-                f"rank, but there are {heads} heads for {size} ranks; use fewer ranks, or softmax, window or efficient, "
-                "which need no heads"
+                f"sequence_parallel: {_named(self.builder.build)} is computed with all positions of some heads on "
+                f"each rank, but there are {heads} heads for {size} ranks; use fewer ranks, or softmax, window or "
+                "efficient, which need no heads"
             )
         groups = self.k.shape[-3] if self.k.dim() > 2 else 1
         k = self.k if groups % size == 0 else repeat_heads(self.k, self.q, "sequence_parallel")
@@ -271,8 +272,8 @@ class ShardedOperator(AttentionOperator):
             same_axis("sequence_parallel", "h", q=whole_q.shape[-3], out=out.shape[-3])
         except (HeadwiseError, RuntimeError) as error:
             raise UnsupportedError(
-                f"sequence_parallel: {_named(self.builder.build)} is computed with all positions of some of the {heads} "
-                f"heads on each rank, which fails, as it must if heads have parameters of their own: {error}"
+                f"sequence_parallel: {_named(self.builder.build)} is computed with all positions of some of the "
+                f"{heads} heads on each rank, which fails, as it must if heads have parameters of their own: {error}"
             ) from error
         return by_positions(out, -3, heads, call.queries, call.ranks)
 
@@ -327,7 +328,11 @@ def _agree(said: str, ranks: Ranks, *tensors: Tensor | None) -> list[list[int]]:
 
 def _device(ranks: Ranks) -> torch.device:
     """Where collectives of this group read from."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(ranks.group) == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend(ranks.group) == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def _kind(x: Tensor) -> str:

@@ -26,7 +26,6 @@ from headwise.distributed.slices import Slices, empty_rows, fetch
 from headwise.operators._kernels.double_softmax import double_softmax
 from headwise.operators._kernels.queries_keys import QueriesKeys, repeat_heads
 from headwise.operators._kernels.scores import Scores
-from headwise.operators._kernels.slots import Shortened
 from headwise.operators.linear.factored import Factored
 from headwise.operators.linear.nystrom import Nystrom
 from headwise.operators.linear.projected import Projected

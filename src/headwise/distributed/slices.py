@@ -81,6 +81,8 @@ class Slices:
                 if stop > start:
                     parts.append((start, rank, row))
                 row += stop - start
+        if not len(positions):
+            return positions.clone(), positions.clone()
         starts, owners, rows = (torch.tensor(column) for column in zip(*sorted(parts), strict=True))
         at = torch.searchsorted(starts, positions, right=True) - 1
         return owners[at], positions - starts[at] + rows[at]
@@ -105,21 +107,24 @@ def fetch(tensors: Sequence[Tensor], held: Slices, wanted: Callable[[int], Tenso
 
     One exchange for all tensors, which must share their dtype; their batch axes may differ.
     """
-    needs = [wanted(rank) for rank in range(ranks.size)]
-    owners, _ = held.locate(needs[ranks.rank]) if len(needs[ranks.rank]) else (needs[ranks.rank],) * 2
-    order = owners.argsort(stable=True)
-    receive = torch.bincount(owners, minlength=ranks.size).tolist()
-    rows = []
-    for need in needs:
-        owner, row = held.locate(need) if len(need) else (need, need)
-        rows.append(row[owner == ranks.rank])
+    own, n = wanted(ranks.rank), held.lengths[ranks.rank]
+    owners, rows = held.locate(own)
+    elsewhere = (owners != ranks.rank).nonzero().flatten()
+    elsewhere = elsewhere[owners[elsewhere].argsort(stable=True)]  # in the order in which they arrive
+    rows[elsewhere] = torch.arange(n, n + len(elsewhere))
+    receive = torch.bincount(owners[elsewhere], minlength=ranks.size).tolist()
+    sent = []
+    for rank in range(ranks.size):
+        owner, row = held.locate(wanted(rank) if rank != ranks.rank else own[:0])
+        sent.append(row[owner == ranks.rank])
     device = tensors[0].device
-    packed = [x.movedim(-2, 0) for x in tensors]
-    flat = torch.cat([x.reshape(x.shape[0], x.shape[1:].numel()) for x in packed], dim=1)
-    sent = flat.index_select(0, torch.cat(rows).to(device))
-    got = exchange(sent, [len(row) for row in rows], receive, ranks).index_select(0, order.argsort().to(device))
-    parts = got.split([x.shape[1:].numel() for x in packed], dim=1)
-    return [y.reshape(y.shape[0], *x.shape[1:]).movedim(0, -2) for x, y in zip(packed, parts, strict=True)]
+    given = [x.index_select(-2, torch.cat(sent).to(device)).movedim(-2, 0) for x in tensors]
+    sizes = [x.shape[1:].numel() for x in given]
+    flat = torch.cat([x.reshape(x.shape[0], size) for x, size in zip(given, sizes, strict=True)], dim=1)
+    parts = exchange(flat, [len(row) for row in sent], receive, ranks).split(sizes, dim=1)
+    got = [y.reshape(y.shape[0], *x.shape[1:]).movedim(0, -2) for x, y in zip(given, parts, strict=True)]
+    index = rows.to(device)
+    return [torch.cat([x, y], dim=-2).index_select(-2, index) for x, y in zip(tensors, got, strict=True)]
 
 
 def fetch_mask(mask: Tensor | None, held: Slices, wanted: Callable[[int], Tensor], ranks: Ranks) -> Tensor | None:

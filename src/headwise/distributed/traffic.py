@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwise.distributed.slices import Slices
+from headwise.errors import UnsupportedError
 from headwise.operators.base import AttentionOperator
 from headwise.operators.compose import Product, Sum
 from headwise.operators.dot_product import DotProduct
@@ -264,7 +265,7 @@ class CountedTraffic(TorchDispatchMode):
             size, _ = _size_and_rank(args[1])
             self.received["all_reduce", given.dtype] += 2 * given.numel() * given.element_size() * (size - 1) // size
         elif name.startswith("c10d::"):
-            raise NotImplementedError(f"CountedTraffic: {name} is not counted")
+            raise UnsupportedError(f"CountedTraffic: {name} is not counted; use a profiler")
         return func(*args, **(kwargs or {}))
 
 
