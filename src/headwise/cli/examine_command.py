@@ -102,10 +102,7 @@ def _examine(options: argparse.Namespace, partial: Path, command: str, processes
     tokenizer = _tokenizer(options, loaded, inputs)
     lengths = _lengths(options, inputs)
     cut: dict[int, list[Batch]] = {n: [shortened(batch, n, tokenizer) for batch in inputs.batches] for n in lengths}
-    if processes > 1:
-        import torch.distributed as dist
-
-        dist.barrier()  # the first process has taken the lock and removed partial results of an earlier run
+    shared.wait_for_processes(processes)
     quiet = shared.is_quiet(options)
     with bar("measuring heads", len(inputs.batches), quiet=quiet) as advance:
         examination = examine(

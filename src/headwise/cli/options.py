@@ -298,3 +298,11 @@ def join_processes() -> tuple[int, int]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return dist.get_rank(), processes
+
+
+def wait_for_processes(processes: int) -> None:
+    """Until the first process has taken the lock and removed partial results of an earlier run."""
+    if processes > 1:
+        from headwise.distributed.collectives import Ranks
+
+        Ranks.of(None).introduced()

@@ -111,10 +111,7 @@ def _plan(options: argparse.Namespace, partial: Path, command: str, processes: i
 
     loaded = shared.load(options)
     batches, data = _batches(options, loaded)
-    if processes > 1:
-        import torch.distributed as dist
-
-        dist.barrier()  # the first process has taken the lock and removed partial results of an earlier run
+    shared.wait_for_processes(processes)
     with bars(quiet=shared.is_quiet(options)) as progress:
         return plan(
             loaded.model,

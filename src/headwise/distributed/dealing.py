@@ -31,6 +31,7 @@ def dealt(keys: Iterable[K], compute: Callable[[K], T]) -> dict[K, T]:
     keys, ranks = list(keys), several()
     if ranks is None:
         return {key: compute(key) for key in keys}
+    ranks = ranks.introduced()
     own = {key: compute(key) for key in keys[ranks.rank :: ranks.size]}
     found: list[Any] = [None] * ranks.size
     ranks.call(dist.all_gather_object, found, own)
