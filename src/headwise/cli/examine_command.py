@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shlex
 import sys
 from collections import Counter
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     command = "headwise examine " + shlex.join(argv)
-    rank, processes = _join_processes()
+    rank, processes = shared.join_processes()
     if rank != 0:  # the first process has the lock, writes the report and prints
         options.quiet = True
         _examine(options, options.out.expanduser() / PARTIAL, command, processes)
@@ -103,10 +102,7 @@ def _examine(options: argparse.Namespace, partial: Path, command: str, processes
     tokenizer = _tokenizer(options, loaded, inputs)
     lengths = _lengths(options, inputs)
     cut: dict[int, list[Batch]] = {n: [shortened(batch, n, tokenizer) for batch in inputs.batches] for n in lengths}
-    if processes > 1:
-        import torch.distributed as dist
-
-        dist.barrier()  # the first process has taken the lock and removed partial results of an earlier run
+    shared.wait_for_processes(processes)
     quiet = shared.is_quiet(options)
     with bar("measuring heads", len(inputs.batches), quiet=quiet) as advance:
         examination = examine(
@@ -176,18 +172,6 @@ def _lengths(options: argparse.Namespace, inputs: Inputs) -> list[int]:
                 f"--length {length}"
             )
     return sorted({*options.lengths} - {longest})
-
-
-def _join_processes() -> tuple[int, int]:
-    """(rank, number of processes); started by torchrun, join the other processes."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes == 1:
-        return 0, 1
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return dist.get_rank(), processes
 
 
 def _print(examination: Examination, files: list[Path]) -> None:

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -285,3 +286,23 @@ def _refuse_unused(given: dict[str, Any], names: Sequence[str], reason: str) -> 
     for name in names:
         if given.get(name) is not None:
             raise InputError(f"--{name.replace('_', '-')} would have no effect, because {reason}; leave it out")
+
+
+def join_processes() -> tuple[int, int]:
+    """(rank, number of processes); started by torchrun, join the other processes."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes == 1:
+        return 0, 1
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return dist.get_rank(), processes
+
+
+def wait_for_processes(processes: int) -> None:
+    """Until the first process has taken the lock and removed partial results of an earlier run."""
+    if processes > 1:
+        from headwise.distributed.collectives import Ranks
+
+        Ranks.of(None).introduced()

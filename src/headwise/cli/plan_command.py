@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.cli import options as shared
 from headwise.errors import check_extra
-from headwise.output_directory import OutputDirectory
+from headwise.output_directory import PARTIAL, OutputDirectory
 from headwise.outputs import json_text
 
 if TYPE_CHECKING:
@@ -31,9 +31,14 @@ def run(argv: list[str]) -> int:
         check_report(options.report)
     from headwise.replacement.plans import FILES
 
-    names = [*FILES, "trade-off.svg"]
+    names, command = [*FILES, "trade-off.svg"], "headwise plan " + shlex.join(argv)
+    rank, processes = shared.join_processes()
+    if rank != 0:  # the first process has the lock, writes the plan and prints
+        options.quiet = True
+        _plan(options, options.out.expanduser() / PARTIAL, command, processes)
+        return 0
     with OutputDirectory(options.out, command="plan", names=names, force=options.force, resume=options.resume) as out:
-        plan = _plan(options, out.partial, "headwise plan " + shlex.join(argv))
+        plan = _plan(options, out.partial, command, processes)
         files = plan.save(out)
         if not options.json:
             from headwise.replacement.planning.trade_off_figure import draw
@@ -57,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="headwise plan",
         description="Choose for every head the cheapest operator that keeps the output of the model, also on kinds of "
         "text that were not tried: a quarter of the texts choose, the others measure.",
-        epilog="Then: headwise rewrite MODEL --plan DIR -o NEW",
+        epilog="Then: headwise rewrite MODEL --plan DIR -o NEW.  Several processes share the work: torchrun "
+        "--nproc-per-node N -m headwise plan …",
     )
     shared.add_model(parser)
     each = f"24 of each kind and length, 2 or 3 for decoders, {OTHERS} images"
@@ -66,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         texts=None,
         texts_default=each,
         kinds=("images",),
-        text_help="plain text, each file a kind of its own (default: prose, code, a manual, records, numbers, other languages)",
+        text_help="plain text, each file a kind of its own (default: prose, code, a manual, records, numbers, other "
+        "languages)",
     )
     parser.add_argument(
         "--tolerance",
@@ -98,12 +105,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(options: argparse.Namespace, partial: Path, command: str) -> Plan:
+def _plan(options: argparse.Namespace, partial: Path, command: str, processes: int) -> Plan:
     from headwise.cli.progress import bars
     from headwise.replacement import plan
 
     loaded = shared.load(options)
     batches, data = _batches(options, loaded)
+    shared.wait_for_processes(processes)
     with bars(quiet=shared.is_quiet(options)) as progress:
         return plan(
             loaded.model,
@@ -170,8 +178,9 @@ def _print(plan: Plan, files: list[Path]) -> None:
         title = f"drift of the plan for {plan.tolerance:g} ({plan.measure}), by kind of text and length"
         print_table(title, ("kind", *map(str, plan.lengths)), cells, words=("kind",))
         print_text(
-            f"The bound is for one text of a kind that was not tried, at {plan.provenance['confidence']:.0%} confidence: "
-            f"from the spread between and within {len(kinds)} kinds, each with a plan chosen without it. Beyond {plan.length} tokens the rewritten model "
+            f"The bound is for one text of a kind that was not tried, at {plan.provenance['confidence']:.0%} "
+            f"confidence: from the spread between and within {len(kinds)} kinds, each with a plan chosen without it. "
+            f"Beyond {plan.length} tokens the rewritten model "
             f"{'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
         )
     if "cache" in plan.timing:

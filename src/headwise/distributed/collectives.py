@@ -12,9 +12,13 @@ a rank happens not to need.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -39,6 +43,7 @@ class Ranks:
     rank: int
     size: int
     reference: weakref.ref[dist.ProcessGroup] | None = None  # None: all processes
+    processes: tuple[tuple[str, int], ...] = ()  # (host, process) of every rank, once they are `introduced`
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
@@ -61,6 +66,17 @@ class Ranks:
             raise InputError("sequence_parallel: its process group was destroyed; make another builder for a new one")
         return group
 
+    def introduced(self) -> Ranks:
+        """The same, knowing the host and process of every rank, so that an error can name one that has ended."""
+        found: list[Any] = [None] * self.size
+        self.call(dist.all_gather_object, found, (socket.gethostname(), os.getpid()))
+        return replace(self, processes=tuple(found))
+
+    def ended(self) -> list[int]:
+        """Ranks that are known to have ended: processes of this host."""
+        here = socket.gethostname()
+        return [rank for rank, (host, pid) in enumerate(self.processes) if host == here and not _is_running(pid)]
+
     def call(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run one collective (with async_op=True, start it and return its work); a failure becomes one sentence."""
         with self.saying(collective.__name__):
@@ -73,10 +89,28 @@ class Ranks:
             yield
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            time.sleep(LAST_WORDS if self.processes else 0)  # until the system has noticed the end of a process
+            lost = ", ".join(f"rank {rank} (process {self.processes[rank][1]})" for rank in self.ended())
+            cause = f"{lost} has ended" if lost else "most likely because another rank has ended or hangs"
             raise LostRankError(
-                f"rank {self.rank} of {self.size}: {name} failed, most likely because another rank has ended or hangs "
-                f"(see the output of the other ranks), then start all ranks again; torch says: {reason}"
+                f"rank {self.rank} of {self.size}: {name} failed: {cause} (see the output of the other ranks); start "
+                f"all ranks again; torch says: {reason}"
             ) from error
+
+
+LAST_WORDS = 0.2
+"""Seconds after which a process that has closed its connections has ended."""
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    try:  # one that has ended and was not waited for yet is still there
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return True
 
 
 def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:

@@ -112,7 +112,8 @@ def examine(
             "ablations, importance and lengths run the model on a whole text, which sequence_parallel shares between "
             "processes; leave them out, or measure them on shorter texts"
         )
-    ranks = Ranks.of(None) if sequence_parallel else None
+    everybody = Ranks.of(None).introduced() if sequence_parallel or processes > 1 else None
+    ranks = everybody if sequence_parallel else None
     shown = excerpt_batch(model, excerpt, tokenizer)
     measured: dict[int, list[Measurement]] = {}
     pictures: dict[str, Any] = {}
@@ -160,8 +161,8 @@ def examine(
                     save_measurements(measured[index], file, run)
             if progress is not None:
                 progress(index + 1)
-    if processes > 1 and ranks is None:
-        measured = _gather(measured)
+    if everybody is not None and ranks is None:
+        measured = _gather(measured, everybody)
     if first is None:
         raise InputError("no batches: give at least one text, image or recording")
     examination = summarise(
@@ -246,9 +247,9 @@ def all_have(stored: object, ranks: Ranks) -> bool:
     return largest(missing, ranks).item() == 0
 
 
-def _gather(measured: dict[int, list[Measurement]]) -> dict[int, list[Measurement]]:
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, measured)
+def _gather(measured: dict[int, list[Measurement]], ranks: Ranks) -> dict[int, list[Measurement]]:
+    parts: list[Any] = [None] * ranks.size
+    ranks.call(dist.all_gather_object, parts, measured)
     return {index: found for part in parts for index, found in part.items()}
 
 

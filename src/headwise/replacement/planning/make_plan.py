@@ -20,6 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from headwise.distributed.dealing import dealt, from_first, several
 from headwise.errors import InputError
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, weights_hash
 from headwise.models.inputs import max_positions
@@ -86,6 +87,8 @@ def plan(
     beyond           what the rewritten model does with longer sequences: "exact" attention, or "refuse"
     evaluations      plans that are run
     partial_results  a directory for what was computed, from which an interrupted run resumes
+
+    If torch.distributed is initialised, the processes share the kinds of text, and each returns the same plan.
     """
     check_tolerance(tolerance)
     if objective not in OBJECTIVES:
@@ -116,7 +119,7 @@ def plan(
             sites,
             lengths,
             tried,
-            relative_costs(sites, tried, lengths[-1], objective),
+            from_first(lambda: relative_costs(sites, tried, lengths[-1], objective)),
             answer,
             seed,
             PlanProgress(partial_results, run_key(weights, settings)),
@@ -157,7 +160,7 @@ def plan(
             "confidence": CONFIDENCE,
         },
     ).at(tolerance)
-    timing = time_plan(result)
+    timing = from_first(lambda: time_plan(result))
     below = timing.pop("exact_below")
     # a cache that is to be small cannot keep all keys until a crossover
     return replace(result, timing=timing, exact_below={} if objective in ("memory", "decode") else below)
@@ -252,19 +255,23 @@ class _Run:
         """Measured points by decreasing cost: exact attention, the plan for the tolerance, and some around it."""
         self._advance(0)
         self._fit()
-        model = DriftModel(self._costs(), {kind: self._gram(kind) for kind in self.kinds})
+        model = DriftModel(self._costs(), dealt(self.kinds, self._gram))
         ladder, without = model.ladder(), {kind: model.ladder(without=kind) for kind in self.kinds}
         predicted = [statistics.fmean(model.predicted(plan).values()) for plan in ladder]
         measured = {
             0: PlanPoint(self._sites(ladder[0]), 1.0, drift={kind: {self.lengths[-1]: 0.0} for kind in self.kinds})
         }
-        before = self._exact_states()
+        before: dict[str, list[Tensor]] = {}  # of the kinds that this process measures
         for _ in range(self.evaluations):
             index = _next(measured, [self.ratio * drift for drift in predicted], tolerance)
             if index is None:
                 break
             plan = ladder[index]
-            drifts = {kind: self._drifts(kind, _at_cost(without[kind], plan.cost), before[kind]) for kind in self.kinds}
+
+            def drifts_of(kind: str, cost: float = plan.cost) -> dict[int, list[float]]:
+                return self._drifts(kind, _at_cost(without[kind], cost), before)
+
+            drifts = dealt(self.kinds, drifts_of)
             largest = {kind: {n: max(row) for n, row in rows.items()} for kind, rows in drifts.items()}
             bound = min(_bound(drifts), LARGEST_TOLERANCE[self.answer.measure])
             measured[index] = PlanPoint(self._sites(plan), plan.cost, predicted[index], largest, bound)
@@ -286,9 +293,9 @@ class _Run:
         learned = [
             c for c in self.choices if any(c.shapes(self.lengths[-1], site.width) for site in self.sites.values())
         ]
-        for site in self.sites if learned else ():
 
-            def compute(site: str = site) -> dict[str, Tensors]:
+        def fitted(site: str) -> dict[str, Tensors]:
+            def compute() -> dict[str, Tensors]:
                 samples = [capture(self.model, self._choosing(kind)[-1:], [site])[site][0] for kind in self.kinds]
                 fits: dict[str, Tensors] = {}
                 for choice in learned:
@@ -300,7 +307,9 @@ class _Run:
                     fits[f"{choice} learned"] = {"": beats_ablation(choice, samples[-1:], tensors, frozen)}
                 return fits
 
-            fits = self.store.stored(f"fit and judge {site}", compute)
+            return self.store.stored(f"fit and judge {site}", compute)
+
+        for site, fits in dealt(self.sites if learned else (), fitted).items():
             self.fitted |= {(site, choice): fits[str(choice)] for choice in learned}
             self.learned |= {(site, choice): fits[f"{choice} learned"][""] for choice in learned}
 
@@ -342,20 +351,16 @@ class _Run:
             sites[name] = [c for _ in range(site.key_value_heads) for c in [self.choices[next(chosen)]] * shared]
         return sites
 
-    def _exact_states(self) -> dict[str, list[Tensor]]:
-        return {
-            kind: [run_with(self.model, batch, self.answer, {}) for batch in self._measuring(kind)]
-            for kind in self.kinds
-        }
-
-    def _drifts(self, kind: str, plan: Allocation, before: Sequence[Tensor]) -> dict[int, list[float]]:
-        """Measured drift of every text of one kind, by length."""
+    def _drifts(self, kind: str, plan: Allocation, before: dict[str, list[Tensor]]) -> dict[int, list[float]]:
+        """Measured drift of every text of one kind, by length; `before` keeps the answers of the exact model."""
 
         def compute() -> dict[int, list[float]]:
+            if kind not in before:
+                before[kind] = [run_with(self.model, batch, self.answer, {}) for batch in self._measuring(kind)]
             sites = self._sites(plan).items()
             heads = {site: self._heads(site, choices) for site, choices in sites if set(choices) != {SOFTMAX}}
             by_length: dict[int, list[float]] = {}
-            for batch, states in zip(self._measuring(kind), before, strict=True):
+            for batch, states in zip(self._measuring(kind), before[kind], strict=True):
                 drift = self.answer.drift(self.model, batch, states, run_with(self.model, batch, self.answer, heads))
                 length = _length(batch, self.lengths[-1])
                 shorter = [n for n in self.lengths if n <= length and self.answer.by_position]
@@ -394,7 +399,8 @@ class _Run:
         return 2 + 2 * self.answer.probes + len(self.choices) // 4
 
     def _advance(self, work: int) -> None:
-        self.done += work
+        ranks = several()
+        self.done = min(self._total(), self.done + work * (1 if ranks is None else ranks.size))
         self.report("planning", self.done, self._total())
 
 
