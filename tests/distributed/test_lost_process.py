@@ -1,4 +1,4 @@
-"""A process of `examine` or `plan` that is killed: the others end soon with a sentence that names it; the run resumes."""
+"""A process of `examine` or `plan` that is killed: the others end with a sentence that names it; the run resumes."""
 
 from __future__ import annotations
 

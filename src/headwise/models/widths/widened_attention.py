@@ -132,8 +132,8 @@ def attention(
         mask = Mask.from_transformers(attention_mask, flag, query.shape[-2], key.shape[-2])
         if position_bias is not None:
             mask = mask.with_bias(position_bias if mask.attn_bias is None else position_bias + mask.attn_bias)
-        own = (part[..., : dimensions.base] for part in (wide_q, wide_k))
-        observer(WidenedCall(x, context, *own, wide_q, wide_k, value, mask, scaling), out)
+        own_q, own_k = wide_q[..., : dimensions.base], wide_k[..., : dimensions.base]
+        observer(WidenedCall(x, context, own_q, own_k, wide_q, wide_k, value, mask, scaling), out)
     return out, None
 
 
