@@ -132,6 +132,7 @@ def measure(rank: int, size: int, meeting: str, out: str, repeats: int, shrink: 
         found[name] |= {"busy": statistics.median(busy), "memory": memory, "received": received}
     if rank == 0:
         Path(out).write_text(json.dumps(found))
+    dist.barrier()  # no connection is closed while another rank still reads from it
     dist.destroy_process_group()
 
 

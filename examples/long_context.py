@@ -120,6 +120,7 @@ def main() -> None:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         if rank == 0:
             print(f"{part.__name__:16} {size} processes equal one to {worst:.1e}")
+    dist.barrier()  # no connection is closed while another rank still reads from it
     dist.destroy_process_group()
 
 

@@ -315,6 +315,16 @@ def _difference(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).abs().amax()) if x.numel() else 0.0
 
 
+def products(subject: str, lengths: tuple[int, ...]) -> tuple[float, float]:
+    """This rank's parts of <P v, u> and <v, P^T u>."""
+    rank, held = dist.get_rank(), Slices(lengths)
+    torch.manual_seed(0)
+    q, k, v, u = (held.cut(torch.randn(4, held.n, 4, dtype=torch.float64), rank) for _ in range(4))
+    build = partial(_call, SUBJECTS[subject], held.n, SUBJECTS[subject].parameters(held.n))
+    operator = sequence_parallel(build)(q, k, pair_mask=None)
+    return float((operator(v) * u).sum()), float((v * operator.adjoint(u)).sum())
+
+
 def counted(subject: str, n: int, causal: bool, d: int, heads: int, seed: int = 0) -> dict[str, Any]:
     """Bytes received by this rank in one `apply`: as collectives count them, as sockets do, and by the formula."""
     rank, size = dist.get_rank(), dist.get_world_size()

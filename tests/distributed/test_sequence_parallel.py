@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.pool import Pool
-from tests.distributed.sharded import SUBJECTS, Setting, differences
+from tests.distributed.sharded import SUBJECTS, Setting, differences, products
 
 
 @st.composite
@@ -52,6 +52,12 @@ def test_two_ranks_equal_one(two: Pool, subject: str, data: st.DataObject) -> No
 @given(data=st.data())
 def test_four_ranks_equal_one(four: Pool, subject: str, data: st.DataObject) -> None:
     assert_same(four, data.draw(comparisons(subject, 4)))
+
+
+@pytest.mark.parametrize("subject", ["softmax", "window", "efficient", "kronecker"])
+def test_the_adjoint_is_the_transpose(two: Pool, subject: str) -> None:
+    forth, back = (sum(parts) for parts in zip(*two.run(products, subject, (5, 7)), strict=True))
+    assert forth == pytest.approx(back, rel=1e-12)
 
 
 @pytest.mark.slow

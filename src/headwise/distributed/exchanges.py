@@ -156,7 +156,7 @@ def columns(operator: AttentionOperator, call: Call, v: Tensor) -> Tensor:
             f"sequence_parallel: {type(operator).__name__} is applied to columns of v that are dealt out to the ranks, "
             f"but there are d = {d} columns for {call.ranks.size} ranks; use fewer ranks or stack heads as columns"
         )
-    out = operator.apply(by_heads(v, -1, call.keys, call.ranks))
+    out = operator(by_heads(v, -1, call.keys, call.ranks))
     return by_positions(out, -1, d, call.queries, call.ranks)
 
 

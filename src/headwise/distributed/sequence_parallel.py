@@ -90,7 +90,8 @@ class SequenceParallel(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, *, causal: bool = False, key_mask: Tensor | None = None, **others: Any
     ) -> ShardedOperator:
-        return ShardedOperator(self, q, k, causal, key_mask, tuple(others))
+        refused = tuple(name for name, x in others.items() if x is not None and x is not False)
+        return ShardedOperator(self, q, k, causal, key_mask, refused)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return SequenceParallel(copy.deepcopy(self.build, memo), self.ranks, self.zigzag, self.exchange)
@@ -118,7 +119,8 @@ class ShardedOperator(AttentionOperator):
     @property
     def shape(self) -> torch.Size:
         """(*batch, m, n) with the m queries and n keys of this rank."""
-        keys = repeat_heads(self.k, self.q, "sequence_parallel")
+        like = torch.empty(*self.k.shape[:-2], 1, 1, device="meta")  # grouped queries, without repeating k
+        keys = repeat_heads(like, self.q, "sequence_parallel")
         batch = broadcast_batch("sequence_parallel", q=self.q.shape[:-2], k=keys.shape[:-2])
         return torch.Size((*batch, self.q.shape[-2], self.k.shape[-2]))
 
