@@ -66,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         texts=None,
         texts_default=each,
         kinds=("images",),
-        text_help="plain text, each file a kind of its own (default: prose, code, a manual, records, numbers, other languages)",
+        text_help="plain text, each file a kind of its own (default: prose, code, a manual, records, numbers, other "
+        "languages)",
     )
     parser.add_argument(
         "--tolerance",
@@ -170,8 +171,9 @@ def _print(plan: Plan, files: list[Path]) -> None:
         title = f"drift of the plan for {plan.tolerance:g} ({plan.measure}), by kind of text and length"
         print_table(title, ("kind", *map(str, plan.lengths)), cells, words=("kind",))
         print_text(
-            f"The bound is for one text of a kind that was not tried, at {plan.provenance['confidence']:.0%} confidence: "
-            f"from the spread between and within {len(kinds)} kinds, each with a plan chosen without it. Beyond {plan.length} tokens the rewritten model "
+            f"The bound is for one text of a kind that was not tried, at {plan.provenance['confidence']:.0%} "
+            f"confidence: from the spread between and within {len(kinds)} kinds, each with a plan chosen without it. "
+            f"Beyond {plan.length} tokens the rewritten model "
             f"{'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
         )
     if "cache" in plan.timing:
