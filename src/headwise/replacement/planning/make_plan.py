@@ -31,7 +31,7 @@ from headwise.replacement.planning.allocation import Allocation, DriftModel, gra
 from headwise.replacement.planning.capture import AttentionSite, capture, find_sites
 from headwise.replacement.planning.drift import Answer, answer_for, run_with
 from headwise.replacement.planning.fit import beats_ablation, fit
-from headwise.replacement.planning.prediction_bound import CONFIDENCE, prediction_bound
+from headwise.replacement.planning.prediction_bound import CONFIDENCE, bound_over_lengths
 from headwise.replacement.planning.saved_progress import PlanProgress
 from headwise.replacement.planning.sensitivity import sensitivities
 from headwise.replacement.planning.timing import OBJECTIVES, relative_costs, time_plan
@@ -273,7 +273,7 @@ class _Run:
 
             drifts = dealt(self.kinds, drifts_of)
             largest = {kind: {n: max(row) for n, row in rows.items()} for kind, rows in drifts.items()}
-            bound = min(_bound(drifts), LARGEST_TOLERANCE[self.answer.measure])
+            bound = min(bound_over_lengths(drifts), LARGEST_TOLERANCE[self.answer.measure])
             measured[index] = PlanPoint(self._sites(plan), plan.cost, predicted[index], largest, bound)
             ratios = [each.bound / each.predicted for each in measured.values() if each.predicted > 0]
             self.ratio = statistics.median(ratios)
@@ -429,18 +429,6 @@ def _next(measured: Mapping[int, PlanPoint], bounds: Sequence[float], tolerance:
         if index not in measured:
             return index
     return None
-
-
-def _bound(drifts: Mapping[str, Mapping[int, Sequence[float]]]) -> float:
-    """Largest bound over lengths for one text of a new kind; {kind: {length: drift of every text}}.
-
-    If some length has texts of a single kind, texts of all lengths together are bounded too.
-    """
-    lengths = sorted({n for rows in drifts.values() for n in rows})
-    groups = [{kind: rows[n] for kind, rows in drifts.items() if n in rows} for n in lengths]
-    if any(len(group) == 1 for group in groups):
-        groups.append({kind: [d for row in rows.values() for d in row] for kind, rows in drifts.items()})
-    return max(prediction_bound(group) for group in groups if len(group) > 1)
 
 
 def _pareto(points: Sequence[PlanPoint]) -> list[PlanPoint]:

@@ -33,7 +33,7 @@ def prediction_bound(drifts: Mapping[str, Sequence[float]]) -> float:
     """Bound from the drifts of the texts of two or more kinds; never below the largest of them.
 
     >>> round(prediction_bound({"a": [0.01, 0.012], "b": [0.009, 0.013], "c": [0.011, 0.011]}), 3)
-    0.02
+    0.019
     >>> prediction_bound({"a": [0.0], "b": [0.0]})
     0.0
     """
@@ -54,6 +54,18 @@ def prediction_bound(drifts: Mapping[str, Sequence[float]]) -> float:
     scatter = between**2 / (kinds - 1) + (within**2 / freedom if freedom else 0.0)
     exponent = statistics.fmean(means) + quantile(variance**2 / scatter) * math.sqrt(variance)
     return max(*every, math.exp(min(exponent, 100.0)))
+
+
+def bound_over_lengths(drifts: Mapping[str, Mapping[int, Sequence[float]]]) -> float:
+    """Largest bound over lengths for one text of a new kind; {kind: {length: drift of every text}}.
+
+    If some length has texts of a single kind, texts of all lengths together are bounded too.
+    """
+    lengths = sorted({n for rows in drifts.values() for n in rows})
+    groups = [{kind: rows[n] for kind, rows in drifts.items() if n in rows} for n in lengths]
+    if any(len(group) == 1 for group in groups):
+        groups.append({kind: [d for row in rows.values() for d in row] for kind, rows in drifts.items()})
+    return max(prediction_bound(group) for group in groups if len(group) > 1)
 
 
 def quantile(freedom: float) -> float:
