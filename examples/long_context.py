@@ -13,6 +13,7 @@ import argparse
 from functools import partial
 
 import torch
+import torch._dynamo  # before the process group is made: imported later, it keeps the group's threads beyond its end
 import torch.distributed as dist
 from torch import Tensor
 
@@ -66,7 +67,7 @@ def grid(n: int, rank: int, size: int) -> float:
 
 
 def rewritten_model(n: int, rank: int, size: int) -> float:
-    """A small Llama with windows, linear attention and softmax in place of its heads, positions by position_ids."""
+    """A small Llama with windows and softmax in place of its heads, positions by position_ids."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from headwise.models import intercept
@@ -88,8 +89,8 @@ def rewritten_model(n: int, rank: int, size: int) -> float:
     sites: dict[str, dict] = {}
     with torch.no_grad(), intercept(model, lambda call: sites.update({call.site: _site(call)})):
         model(ids)
-    heads = [Choice("window", {"width": 17, "leading": 1}), Choice("window", {"width": 17, "leading": 1})]
-    heads += [Choice("efficient"), Choice("softmax")]
+    narrow = Choice("window", {"width": 17, "leading": 1})
+    heads = [narrow, narrow, Choice("window", {"width": 33}), Choice("softmax")]
     plan = Plan({"class": type(model).__name__, "sites": sites}, n, dict.fromkeys(sites, heads))
     model, _ = rewrite(model, plan)
     held = Slices.even(n, size)

@@ -148,6 +148,8 @@ def products_fit(owner: str, scale: float, most: float, **pair: Tensor) -> None:
     Where values cannot be read (while tracing, under vmap, on meta) nothing is checked.
     """
     (first, a), (second, b) = pair.items()
+    if a.is_meta or b.is_meta:
+        return
     # |a_i . b_j| <= ||a||_F ||b||_F: two reductions in the common case
     compute = torch.promote_types(a.dtype, torch.float32)
     norms = [read(torch.linalg.vector_norm(x.detach(), dtype=compute)) for x in (a, b)]

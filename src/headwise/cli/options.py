@@ -7,6 +7,7 @@ A command calls `add_model`, `add_inputs`, `add_output` and `add_json` on its pa
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import itertools
 import math
@@ -297,6 +298,7 @@ def join_processes() -> tuple[int, int]:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     return dist.get_rank(), processes
 
 
