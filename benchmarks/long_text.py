@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch._dynamo  # before the process group, whose threads it would keep beyond its end
 import torch.distributed as dist
 
 import headwise

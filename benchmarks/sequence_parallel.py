@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # before the process group, whose threads it would keep beyond its end
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn

@@ -17,6 +17,7 @@ TIMEOUT = 120.0
 
 def _serve(rank: int, size: int, meeting: str, timeout: float, connection: Any) -> None:
     import torch
+    import torch._dynamo  # before the process group, whose threads it would keep beyond its end
     import torch.distributed as dist
 
     torch.set_num_threads(1)

@@ -104,7 +104,7 @@ def test_measurements_survive_a_file(bert: torch.nn.Module, tmp_path: Path) -> N
 
 
 PROCESSES = """
-import sys, torch, torch.distributed as dist
+import sys, torch, torch._dynamo, torch.distributed as dist  # _dynamo before the group, whose threads it would keep
 from headwise.examination import examine
 from tests.models.tiny_models import ALL, sharpen
 torch.set_num_threads(1); torch.manual_seed(0)

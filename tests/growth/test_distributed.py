@@ -30,6 +30,8 @@ def model_and_data(rank: int) -> tuple[Reader, list[Any], Any]:
 
 
 def work(rank: int, folder: str) -> None:
+    import torch._dynamo  # before the process group, whose threads it would keep beyond its end
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     model, batches, held = model_and_data(rank)

@@ -210,6 +210,8 @@ def test_distributed_data_parallel_has_the_names_of_the_model(net: Net, x: Tenso
 
 
 def _one_of_two(rank: int, folder: str) -> None:
+    import torch._dynamo  # before the process group, whose threads it would keep beyond its end
+
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     torch.manual_seed(0)
     parallel = nn.parallel.DistributedDataParallel(Net().eval())
