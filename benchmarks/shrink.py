@@ -42,6 +42,7 @@ from headwise.models.inputs import text_input
 from headwise.models.load import load_model
 from headwise.outputs import write_json
 
+COLOURS = {"plain SVD": "C0", "plain, pairs": "C1", "metric": "C2", "metric, chosen": "C3"}
 PROJECTIONS = (("query", "key"), ("q_proj", "k_proj"))
 
 
@@ -154,7 +155,12 @@ def draw(path: Path, records: Mapping[str, dict[str, Any]], shares: Sequence[flo
     for axis, (name, record) in zip(axes, records.items(), strict=True):
         for way in record[str(shares[0])]:
             means = [sum(record[str(s)][way]) / len(record[str(s)][way]) for s in shares]
-            style = {"linestyle": "--" if way.startswith("plain") else "-", "marker": "o", "markersize": 4}
+            style = {
+                "color": COLOURS[way],
+                "linestyle": "--" if way.startswith("plain") else "-",
+                "marker": "o",
+                "markersize": 4,
+            }
             axis.plot([100 * (1 - s) for s in shares], means, label=way, **style)
         axis.set_yscale("log")
         axis.set_xlabel("key cache saved, %")
