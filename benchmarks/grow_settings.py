@@ -1,12 +1,12 @@
 """Growth beside random and zero-initialised growth, in nine settings of training and ten seeds.
 
-    python -m benchmarks.grow_settings --into FILE [--seeds 10] [--only NAME]
+    python -m benchmarks.grow_settings --into FILE [--seeds 10] [--only NAME] [--unlimited]
 
 The task is to look up values by 128 keys; a setting says how wide heads are, how the model is trained and which heads
 are widened.  Every method continues the same trained model with the same data, and new directions start at the same
 pace (`optimizer_state`).  Printed are the validation loss right after growth and after 50 and 200 more steps, and the
 paired difference from zero-initialised growth, with 95 % intervals of Student's t over seeds.  Finished seeds are kept
-in FILE: an interrupted run goes on where it was.
+in FILE: an interrupted run goes on where it was.  With --unlimited new directions may also start at any length.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.grow import CALIBRATION, held_out, validation
 from benchmarks.grow_baselines import random_both, random_queries
 from benchmarks.grow_rows import Rows
-from headwise.growth import Grower
+from headwise.growth import Grower, closed_form
 from headwise.growth.demo import Reader, lookup
 
 ZERO, GROWN = "random queries, zero keys", "growth (the default)"
 METHODS: dict[str, Any] = {"random": (random_both,), ZERO: (random_queries,), GROWN: None}
+UNLIMITED = {
+    **METHODS,
+    "growth, any length": tuple(partial(closed_form, metric=metric, longest=math.inf) for metric in ("gram", "fisher")),
+}
 STEPS, LATER, BATCH = 400, (50, 200), 32
 
 
@@ -104,14 +109,16 @@ def grown(run: Run, seed: int, solutions: Sequence[Any] | None) -> None:
     grower.close()
 
 
-def compare(name: str, setting: Setting, seeds: Sequence[int], file: Path | None) -> None:
-    rows = Rows(file, name)
+def compare(
+    name: str, setting: Setting, seeds: Sequence[int], file: Path | None, methods: dict[str, Any] = METHODS
+) -> None:
+    rows = Rows(file, name if methods is METHODS else f"{name}, unlimited")
     for seed in seeds:
         if rows.has(seed):
             continue
         base = started(setting, seed)
         base.train(torch.Generator().manual_seed(seed), STEPS)
-        for method, solutions in METHODS.items():
+        for method, solutions in methods.items():
             run = copy.deepcopy(base)
             grown(run, seed, solutions)
             losses, draws, done = [validation(run.model, TASK)], torch.Generator().manual_seed(3000 + seed), 0
@@ -131,11 +138,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--only", choices=ALL, default=None)
+    parser.add_argument("--unlimited", action="store_true", help="new directions of any length beside the default")
     parser.add_argument("--into", type=Path, default=None, metavar="FILE", help="keep finished seeds in FILE")
     options = parser.parse_args()
     for name, setting in ALL.items():
         if options.only in (None, name):
-            compare(name, setting, range(options.seeds), options.into)
+            compare(name, setting, range(options.seeds), options.into, UNLIMITED if options.unlimited else METHODS)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from headwise.models.inputs import text_input
 from headwise.models.load import load_model
 from headwise.outputs import write_json
 
+COLOURS = {"plain SVD": "C0", "plain, pairs": "C1", "metric": "C2", "metric, chosen": "C3"}
 PROJECTIONS = (("query", "key"), ("q_proj", "k_proj"))
 
 
@@ -94,10 +95,6 @@ def measure(name: str, options: argparse.Namespace, kept: dict[str, Any]) -> dic
     rotary = any(x.pairs for x in statistics.values())
     before = outputs(model, measured_by)
     record = kept.setdefault(f"{name}, {options.length} tokens, {len(measured_by)} texts", {})
-    if "curves" not in record:
-        curves = drift_curves(new, statistics, chosen_by[:JUDGES])
-        record["curves"] = {site: {str(w): x for w, x in curve.items()} for site, curve in curves.items()}
-    curves = {site: {int(w): x for w, x in curve.items()} for site, curve in record["curves"].items()}
     record["measure"] = "nats per token" if before[0].logits else "1 - cosine"
     for share in options.keep:
         row = record.setdefault(str(share), {})
@@ -105,7 +102,6 @@ def measure(name: str, options: argparse.Namespace, kept: dict[str, Any]) -> dic
         ways: dict[str, tuple[Mapping[str, SiteStatistics], dict[str, int]]] = {
             "plain, pairs" if rotary else "plain SVD": (without, same),
             "metric": (statistics, same),
-            "metric, chosen": (statistics, allocate(curves, share, heads)),
         }
         for way, (what, widths) in ways.items():
             if way not in row:
@@ -116,6 +112,21 @@ def measure(name: str, options: argparse.Namespace, kept: dict[str, Any]) -> dic
             row["plain SVD"] = [drift(a, b) for a, b in zip(before, outputs(other, measured_by), strict=True)]
         if options.into is not None:
             write_json(options.into, kept)
+    curves = record.setdefault("curves", {})
+    for site, x in statistics.items():
+        if site not in curves:
+            (curve,) = drift_curves(new, {site: x}, chosen_by[:JUDGES]).values()
+            curves[site] = {str(w): moved for w, moved in curve.items()}
+            if options.into is not None:
+                write_json(options.into, kept)
+    read = {site: {int(w): moved for w, moved in curve.items()} for site, curve in curves.items()}
+    for share in options.keep:
+        widths = allocate(read, share, heads)
+        with narrowed_to(new, statistics, {s: w for s, w in widths.items() if w < statistics[s].width}):
+            after = outputs(new, measured_by)
+        record[str(share)]["metric, chosen"] = [drift(a, b) for a, b in zip(before, after, strict=True)]
+    if options.into is not None:
+        write_json(options.into, kept)
     numbers = sum(heads[s] * x.width for s, x in statistics.items())
     values = sum(heads[s] * x.value_width for s, x in statistics.items())
     record["numbers"] = [numbers, values]
@@ -144,7 +155,12 @@ def draw(path: Path, records: Mapping[str, dict[str, Any]], shares: Sequence[flo
     for axis, (name, record) in zip(axes, records.items(), strict=True):
         for way in record[str(shares[0])]:
             means = [sum(record[str(s)][way]) / len(record[str(s)][way]) for s in shares]
-            style = {"linestyle": "--" if way.startswith("plain") else "-", "marker": "o", "markersize": 4}
+            style = {
+                "color": COLOURS[way],
+                "linestyle": "--" if way.startswith("plain") else "-",
+                "marker": "o",
+                "markersize": 4,
+            }
             axis.plot([100 * (1 - s) for s in shares], means, label=way, **style)
         axis.set_yscale("log")
         axis.set_xlabel("key cache saved, %")

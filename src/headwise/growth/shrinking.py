@@ -41,10 +41,10 @@ from headwise.models.widths.widened_attention import NAME, WidenedCall
 ROWS = 64
 """Query rows of a sequence, drawn at random, behind the statistics."""
 
-LEVELS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
+LEVELS = (1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of its width that a layer may keep."""
 
-JUDGES = 2
+JUDGES = 1
 """Batches on which the drift of each layer at each level is measured, to choose among them."""
 
 Progress = Callable[[int, int], None]

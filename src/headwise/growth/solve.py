@@ -71,8 +71,8 @@ def named_solution(solution: str | Solution) -> tuple[str, Solution]:
     return solution, refit if solution == "refit" else partial(closed_form, metric=solution)
 
 
-def closed_form(problem: Problem, p: int, metric: str = "gram") -> WeightPath:
-    """The p leading singular directions of the bottleneck R in a registered metric."""
+def closed_form(problem: Problem, p: int, metric: str = "gram", longest: float = LONGEST) -> WeightPath:
+    """The p leading singular directions of the bottleneck R in a registered metric; `longest` as in LONGEST."""
     problem.check_room(p)
     limits = bottleneck(problem, problem.descent, *roots(problem, metric))
     u, s, vh = torch.linalg.svd(limits.residual, full_matrices=False)
@@ -81,11 +81,11 @@ def closed_form(problem: Problem, p: int, metric: str = "gram") -> WeightPath:
     wq = limits.left @ (u[:, :p] * half).reshape(g, dq, p)
     wk = limits.right @ (vh[:p].mT * half)
     present = problem.present.double()
-    longest = LONGEST * typical_length(present)
+    most = longest * typical_length(present)
 
     def at(eta: float) -> Factors:
         step = math.sqrt(eta)
-        return present.beside(balanced(Factors(step * wq, step * wk), present, longest))
+        return present.beside(balanced(Factors(step * wq, step * wk), present, most))
 
     return WeightPath(at, at, float(s[:p].square().sum().sqrt()))
 
