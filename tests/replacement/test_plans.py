@@ -15,7 +15,7 @@ from headwise.errors import InputError, UnsupportedError
 from headwise.replacement import SOFTMAX, Choice, Plan, PlanPoint, rewrite
 from headwise.replacement.planning import make_plan
 from headwise.replacement.planning.allocation import DriftModel
-from headwise.replacement.planning.prediction_bound import prediction_bound
+from headwise.replacement.planning.prediction_bound import bound_over_lengths, prediction_bound
 from tests.models.tiny_models import ALL
 
 pytest.importorskip("transformers")
@@ -96,9 +96,9 @@ def test_the_bound_is_of_single_texts_at_every_length() -> None:
     """Drifts differ at 20 only; in the other case d has texts of 80, which no other kind has."""
     drifts = {"a": {20: [0.01, 0.02], 40: [0.03, 0.03]}, "b": {20: [0.02, 0.04], 40: [0.03, 0.031]}, "c": {40: [0.029]}}
     apart = prediction_bound({kind: rows[20] for kind, rows in drifts.items() if 20 in rows})
-    assert make_plan._bound(drifts) == apart > prediction_bound({kind: rows[40] for kind, rows in drifts.items()})
+    assert bound_over_lengths(drifts) == apart > prediction_bound({kind: rows[40] for kind, rows in drifts.items()})
     alone = {"a": {20: [0.03], 40: [0.03]}, "b": {20: [0.03], 40: [0.03]}, "d": {80: [0.05]}}
-    assert make_plan._bound(alone) == prediction_bound({"a": [0.03] * 2, "b": [0.03] * 2, "d": [0.05]}) > 0.05
+    assert bound_over_lengths(alone) == prediction_bound({"a": [0.03] * 2, "b": [0.03] * 2, "d": [0.05]}) > 0.05
 
 
 def test_one_text_in_four_chooses(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
