@@ -324,6 +324,7 @@ SUBJECTS: dict[str, Subject] = {
             "shrink",
             ("shrink", "{session}/bert", "--random-tokens", "12", "--texts", "4", "--json", "-o", "out"),
             _narrowed,
+            planted=BESIDE,
             other=SEED,
             share=0.6,
         ),
