@@ -106,7 +106,12 @@ def nonempty(text: str) -> str:
 
 def file_path(text: str) -> Path:
     """Type of an argument: a file or directory, which need not exist."""
-    return Path(nonempty(text))
+    path = Path(nonempty(text))
+    try:
+        path.expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"is {text[:40]!r}, but there is no such home directory") from error
+    return path
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -158,6 +158,7 @@ def _batches(options: argparse.Namespace, loaded: LoadedModel) -> tuple[Any, dic
 
 def _print(plan: Plan, files: list[Path]) -> None:
     from headwise.cli.tables import print_table, print_text
+    from headwise.replacement.planning.prediction_bound import CONFIDENCE
 
     headings = (f"cost at {plan.length}", "predicted drift", "largest measured", "bound for any text")
     rows = [
@@ -178,7 +179,7 @@ def _print(plan: Plan, files: list[Path]) -> None:
         title = f"drift of the plan for {plan.tolerance:g} ({plan.measure}), by kind of text and length"
         print_table(title, ("kind", *map(str, plan.lengths)), cells, words=("kind",))
         print_text(
-            f"The bound is for one text of a kind that was not tried, at {plan.provenance['confidence']:.0%} "
+            f"The bound is for one text of a kind that was not tried, at {plan.provenance.get('confidence', CONFIDENCE):.0%} "
             f"confidence: from the spread between and within {len(kinds)} kinds, each with a plan chosen without it. "
             f"Beyond {plan.length} tokens the rewritten model "
             f"{'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
