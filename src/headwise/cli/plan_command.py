@@ -178,9 +178,10 @@ def _print(plan: Plan, files: list[Path]) -> None:
         cells = [(kind, *(f"{row[n]:.4f}" if n in row else "" for n in plan.lengths)) for kind, row in kinds.items()]
         title = f"drift of the plan for {plan.tolerance:g} ({plan.measure}), by kind of text and length"
         print_table(title, ("kind", *map(str, plan.lengths)), cells, words=("kind",))
+        confidence = plan.provenance.get("confidence", CONFIDENCE)
         print_text(
-            f"The bound is for one text of a kind that was not tried, at {plan.provenance.get('confidence', CONFIDENCE):.0%} "
-            f"confidence: from the spread between and within {len(kinds)} kinds, each with a plan chosen without it. "
+            f"The bound is for one text of a kind that was not tried, at {confidence:.0%} confidence: from the "
+            f"spread between and within {len(kinds)} kinds, each with a plan chosen without it. "
             f"Beyond {plan.length} tokens the rewritten model "
             f"{'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
         )

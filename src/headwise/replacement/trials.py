@@ -143,10 +143,10 @@ def _answer(model: Any, batch: Mapping[str, Any], states: Tensor) -> Tensor:
 
 
 def warnings(trials: Iterable[Trial], tolerance: float) -> list[str]:
-    """A line for each trial whose drift is above the tolerance (0: none was promised), and for each that was slower."""
+    """A line for each trial whose drift is above the tolerance, and for each that was slower."""
     found = []
     for each in trials:
-        if tolerance and each.drift > tolerance:
+        if each.drift > tolerance:
             unsure = ", within its interval" if each.drift - each.interval <= tolerance else ""
             found.append(f"{each.kind} at {each.length}: drift {each.drift:.4f} > tolerance {tolerance:g}{unsure}")
         if each.seconds[1] > 1.05 * each.seconds[0]:
