@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.errors import InputError, UnsupportedError
 from headwise.growth import Grower, shrink
-from headwise.growth.shrinking import allocate, best_pairs, gather, narrow_copy, narrowed_to, subspace
+from headwise.growth.shrinking import allocate, best_pairs, gather, narrow_copy, narrowed_to, outputs, subspace
 from headwise.models.run import in_double
 from headwise.models.widths.rotary import rotated_pairs
 from headwise.models.widths.widened_attention import NAME
@@ -172,12 +172,23 @@ def test_a_narrowed_model_decodes_from_a_narrower_cache_and_is_saved(name: str, 
     assert torch.equal(output(again, batch(name, 2)), output(new, batch(name, 2)))
 
 
+def test_padding_is_no_part_of_the_drift() -> None:
+    model = made("llama").eval()
+    short = {"input_ids": torch.randint(2, 20, (1, 6), generator=torch.Generator().manual_seed(0))}
+    mask = torch.tensor([[1] * 6 + [0] * 5])
+    padded = {"input_ids": torch.nn.functional.pad(short["input_ids"], (0, 5), value=1), "attention_mask": mask}
+    expected, found = (outputs(model, [batch])[0].values for batch in (short, padded))
+    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
+
+
 def test_what_cannot_be_narrowed_says_why() -> None:
     model = made("llama").eval()
     with pytest.raises(InputError, match="keep must be above 0 and at most 1, but is 0"):
         shrink(model, batches("llama"), keep=0)
     with pytest.raises(InputError, match="half of the batches choose and half measure, but there are 1"):
         shrink(model, batches("llama")[:1])
+    with pytest.raises(InputError, match=r"is given 1 tokens, .* give at least 4"):
+        shrink(model, [{"input_ids": torch.ones(1, 1, dtype=torch.long)}] * 2)
     with pytest.raises(UnsupportedError, match="Linear is no model of transformers"):
         shrink(torch.nn.Linear(2, 2), [torch.zeros(1, 2)] * 2)
     grower = Grower(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -190,7 +201,7 @@ def test_what_cannot_be_narrowed_says_why() -> None:
 def test_half_of_the_drift_of_plain_svd_on_minilm(share: float) -> None:
     from benchmarks.shrink import plain
 
-    from headwise.growth.shrinking import mean_drift, outputs
+    from headwise.growth.shrinking import mean_drift
     from headwise.models.inputs import text_input
     from headwise.models.load import load_model
 

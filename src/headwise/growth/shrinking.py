@@ -41,6 +41,9 @@ from headwise.models.widths.widened_attention import NAME, WidenedCall
 ROWS = 64
 """Query rows of a sequence, drawn at random, behind the statistics."""
 
+SHORTEST = 4
+"""Tokens that the first batch needs."""
+
 LEVELS = (1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of its width that a layer may keep."""
 
@@ -319,6 +322,11 @@ def gather(model: nn.Module, batches: Sequence[Batch]) -> dict[str, SiteStatisti
                 for site in sites:
                     seen, calls[site] = calls[site], []
                     if seen and site not in statistics:
+                        if seen[0].q.shape[-2] < SHORTEST:
+                            raise InputError(
+                                f"shrink: {site} is given {seen[0].q.shape[-2]} tokens, which show neither what its "
+                                f"heads read nor how positions turn them; give at least {SHORTEST}"
+                            )
                         pairs = _pairs(model, site, seen[0], inputs[site], calls[site])
                         statistics[site] = SiteStatistics(seen[0], pairs)
                     for call in seen:
@@ -358,18 +366,20 @@ class Output:
 
 @torch.no_grad()
 def outputs(model: nn.Module, batches: Sequence[Batch]) -> list[Output]:
+    """Of every batch without its padding: log-probabilities of the next tokens, or the mean state of each sequence."""
     found = []
     with as_it_was(model):
         for batch in batches:
             out = run_model(model, batch)
             logits = getattr(out, "logits", None)
+            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
             if isinstance(logits, Tensor) and logits.dim() == 3:
-                found.append(Output(logits.float().log_softmax(-1), True))
+                real = logits if mask is None or mask.shape != logits.shape[:2] else logits[mask.bool()]
+                found.append(Output(real.float().log_softmax(-1), True))
                 continue
             states = out[0] if not isinstance(out, Tensor) else out
-            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
             weights = torch.ones_like(states[..., :1]) if mask is None else mask.unsqueeze(-1).to(states)
-            found.append(Output((states * weights).sum(1) / weights.sum(1), False))
+            found.append(Output((states * weights).sum(1) / weights.sum(1).clamp(min=1), False))
     return found
 
 
@@ -377,8 +387,8 @@ def drift(before: Output, after: Output) -> float:
     """Mean KL divergence of the next token's distribution in nats, or mean 1 - cosine."""
     a, b = before.values.double(), after.values.double()
     if before.logits:
-        return float((a.exp() * (a - b)).sum(-1).mean())
-    return float((1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean())
+        return max(0.0, float((a.exp() * (a - b)).sum(-1).mean()))  # rounding may make it negative
+    return max(0.0, float((1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean()))
 
 
 def mean_drift(before: Sequence[Output], after: Sequence[Output]) -> float:
