@@ -351,6 +351,12 @@ def test_options_about_models_need_one() -> None:
         headwise.verify(nn.Linear(3, 3))
 
 
+def test_a_model_without_a_cache_is_not_said_to_break_with_one() -> None:
+    audit = headwise.verify(nn.Embedding(9, 4), [torch.randint(9, (2, 6))], causal=True)
+    cached = [promise for promise in audit.promises if promise.name.startswith("cache")]
+    assert [promise.sentence for promise in cached] == ["Does not apply: it takes no cache."] * 3
+
+
 def test_the_result_is_a_value_with_a_text_and_json() -> None:
     done: list[int] = []
     audit = headwise.verify(tiny(bert), progress=done.append)

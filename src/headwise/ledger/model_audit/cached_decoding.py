@@ -28,9 +28,16 @@ def check_cache(audited: AuditedModel) -> Iterator[Promise]:
     """Three ways to decode with a cache."""
     yield _compared(audited, BY_TOKEN, [1] * audited.length)
     yield _compared(audited, BY_CHUNK, _chunks(audited.length))
+    try:
+        _cache_name(audited)
+    except HeadwiseError as error:
+        yield untried(AFTER_PADDING, error)
+        return
     left = padding_on(audited, LEFT)
     if audited.has_decoder or left.standing is Standing.NOT_APPLICABLE:
         yield untried(AFTER_PADDING, DoesNotApplyError("there is no prompt to pad"))
+    elif left.standing is Standing.NOT_TRIED:
+        yield untried(AFTER_PADDING, NotTriedError("left padding could not be tried without a cache either"))
     elif left.standing is not Standing.KEPT:
         yield untried(AFTER_PADDING, NotTriedError("left padding changes the output without a cache, too"))
     else:

@@ -44,7 +44,8 @@ def sampled_batch(model: nn.Module, *, length: int | None, window: int | None, s
         batch["input_values"] = normal(16000)
     else:
         raise InputError(
-            f"{type(model).__name__}: what it takes is not known; give a batch, such as headwise.verify(model, [batch])"
+            f"{type(model).__name__}: what it takes is not known; give a batch, as headwise.verify(model, [batch]) or "
+            "from a factory that returns (model, [batch])"
         )
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" in arguments:
         longest = length or LENGTH if main == "input_ids" else min(length or LENGTH, _target_positions(model))
