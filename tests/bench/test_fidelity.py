@@ -54,7 +54,7 @@ def test_what_is_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     layers = [random_heads(32, heads=2, width=8, seed=seed) for seed in range(2)]
     kept = Kept(tmp_path / "fidelity.jsonl", {})
 
-    def interrupt(done: int) -> None:
+    def interrupt(what: str, done: int, total: int | None) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

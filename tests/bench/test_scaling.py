@@ -97,10 +97,10 @@ def test_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     measure_scaling(jobs[:3], store)
     with store.open("a") as file:
         file.write('["{\\"name\\": \\"eff')  # the last line of an interrupted run
-    progress: list[int] = []
-    whole = measure_scaling(jobs, store, progress.append)
+    progress: list[tuple[str, int, int | None]] = []
+    whole = measure_scaling(jobs, store, lambda *step: progress.append(step))
     assert made == [64, 128, 256, 64, 128, 256]  # each operator once
-    assert progress == [1, 2, 3, 4, 5, 6]
+    assert progress == [("measuring", 3, 6), ("measuring", 6, 6)]
     assert whole.curve("efficient", "forward") == ([64, 128, 256], [64.0, 128.0, 256.0])
     assert whole.exponent("efficient", "forward").value == pytest.approx(1.0)
     assert load_scaling(store) == whole

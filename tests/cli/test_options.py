@@ -17,7 +17,6 @@ from headwise.cli.options import (
     make_inputs,
     number,
 )
-from headwise.cli.progress import bar
 from headwise.cli.tables import make_table
 from headwise.errors import InputError, check_extra
 from headwise.models.load import LoadedModel
@@ -121,13 +120,6 @@ def test_a_table_shows_brackets_and_never_cuts_numbers(capsys: pytest.CaptureFix
     assert "name [/x]" in printed
     assert "[brackets]" in printed
     assert "12345678901234567890" in printed
-
-
-def test_a_progress_bar_shows_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with bar("runs[exp] [/x]", 2) as advance:
-        advance(1)
-    assert "runs[exp] [/x]" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_noticed_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tables fit the terminal and lose nothing; progress says how long it will take."""
+"""Tables fit the terminal and lose nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from headwise.cli.progress import bar, in_words, lines
 from headwise.cli.tables import NARROWEST, print_table, print_text, wrapped
 
 NAMES = [f"text_model.encoder.layers.{i}.self_attention.attention" for i in range(12)]
@@ -85,31 +84,3 @@ def test_sentences_are_indented(capsys: pytest.CaptureFixture, monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", "20")
     print_text("one two three four five six", indent="    ", first=" 1. ")
     assert capsys.readouterr().out == " 1. one two three\n    four five six\n"
-
-
-def test_progress_that_is_piped_is_a_line_now_and_then(capsys: pytest.CaptureFixture) -> None:
-    now = 0.0
-    advance = lines("measuring heads", 100, clock=lambda: now)
-    for done in range(1, 101):
-        now = 0.5 * done
-        advance(done)
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "measuring heads: 4 of 100, about 48 s left"
-    assert said[1] == "measuring heads: 24 of 100, about 38 s left"
-    assert len(said) == 5
-
-
-def test_short_work_is_silent(capsys: pytest.CaptureFixture) -> None:
-    for total in (3, None):
-        with bar("loading", total) as advance:
-            for done in range(4):
-                advance(done)
-    advance = lines("work", 3, clock=iter([0.0, *[100.0] * 9]).__next__)
-    advance(3)  # over: there is nothing left to wait for
-    with bar("work", 3, quiet=True) as silent:
-        silent(1)
-    assert capsys.readouterr().err == ""
-
-
-def test_times_in_words() -> None:
-    assert [in_words(x) for x in (0.2, 59, 119, 3600, 3660)] == ["1 s", "59 s", "2 min", "1 h 0 min", "1 h 1 min"]

@@ -72,7 +72,7 @@ def test_a_batch_of_two_is_two_texts(bert: torch.nn.Module) -> None:
 def test_interrupted_work_is_not_repeated(bert: torch.nn.Module, tmp_path: Path) -> None:
     batches = texts(4)
 
-    def stop_after_two(done: int) -> None:
+    def stop_after_two(what: str, done: int, total: int | None) -> None:
         if done == 2:
             raise KeyboardInterrupt
 

@@ -20,15 +20,15 @@ def window_of_16(ids: torch.Tensor) -> torch.Tensor:
 def test_a_window_is_everything_in_a_short_text() -> None:
     model = planted_heads.Planted(window_of_16)
     batches_of = {n: [{"input_ids": planted_heads.text(n, seed)} for seed in range(2)] for n in (16, 64, 200)}
-    seen: list[int] = []
-    found = with_lengths(examine(model, batches_of[200]), model, batches_of, progress=seen.append)
+    seen: list[tuple[str, int, int | None]] = []
+    found = with_lengths(examine(model, batches_of[200]), model, batches_of, progress=lambda *step: seen.append(step))
     assert found.by_length["lengths"] == [16, 64, 200]
     assert found.by_length["kinds"]["16"] == ["uniform"]
     assert found.by_length["kinds"]["200"] == [found.records[0].kind] != ["uniform"]
     assert found.headline[-1].startswith(
         "1 of 1 heads change their kind between 16, 64 and 200 tokens, most often from"
     )
-    assert seen[-1] == 6
+    assert seen[-1] == ("judging kinds at other lengths", 6, 6)
     assert seen == sorted(seen)
 
 

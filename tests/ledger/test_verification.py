@@ -52,9 +52,9 @@ def test_the_ledger_is_a_value_with_a_text_and_json(ledger: Ledger) -> None:
 
 
 def test_progress_is_the_number_of_claims_done() -> None:
-    done: list[int] = []
-    (result,) = headwise.verify(claim="S1.bias", progress=done.append).results
-    assert done == [1]
+    done: list[tuple[str, int, int | None]] = []
+    (result,) = headwise.verify(claim="S1.bias", progress=lambda *step: done.append(step)).results
+    assert done == [("checking claims", 1, 1)]
     assert result == check_claim(select(claim="S1.bias")[0])
 
 

@@ -350,7 +350,8 @@ def test_an_interrupted_run_resumes(model: nn.Module, plan: Plan, tmp_path: Path
     """After sensitivities and a measured plan; nothing is computed twice."""
     shares = []
 
-    def interrupt(what: str, done: int, total: int) -> None:
+    def interrupt(what: str, done: int, total: int | None) -> None:
+        assert total is not None
         shares.append(done / total)
         if done / total > 0.9:
             raise KeyboardInterrupt

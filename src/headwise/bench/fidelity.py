@@ -7,7 +7,7 @@ trained with softmax would change, not how well a model trains with them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import final
@@ -19,6 +19,7 @@ from headwise.bench.cases import CASES
 from headwise.bench.kept import Kept
 from headwise.errors import HeadwiseError
 from headwise.operators import Claim, softmax
+from headwise.progress import Progress, reported
 
 
 @final
@@ -44,7 +45,7 @@ def measure_fidelity(
     layers: Sequence[tuple[Tensor, Tensor, Tensor]],
     *,
     kept: Kept | None = None,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Progress | bool | None = None,
 ) -> tuple[list[Fidelity], dict[str, str]]:
     """Every operator against softmax attention on the (q, k, v) of each layer, the cheapest first.
 
@@ -53,9 +54,10 @@ def measure_fidelity(
     kept  every operator on every layer is added to it, and those that it has are not measured again
     """
     kept = Kept(None, {}) if kept is None else kept
-    for done, layer in enumerate(layers, start=1):
-        _one_layer(layer, kept)
-        progress(done)
+    with reported(progress) as report:
+        for done, layer in enumerate(layers, start=1):
+            _one_layer(layer, kept)
+            report("measuring", done, len(layers))
     return measured_fidelity(layers, kept)
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +14,7 @@ from typing import Any, final
 from headwise.bench.cases import CASES, RECURRENT
 from headwise.bench.kept import Kept, conditions, stored
 from headwise.errors import HeadwiseError, InputError, shown
+from headwise.progress import Progress, reported
 from headwise.reading import anything, fields, map_of, nullable, parse_json, string, validate, whole
 from headwise.theory.complexity import Exponent, exponent
 
@@ -86,7 +87,7 @@ def scaling_jobs(names: Sequence[str] | None, lengths: Sequence[int], *, ranks: 
 def measure_scaling(
     jobs: Sequence[ScalingJob],
     store: Path | Kept | None = None,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Progress | bool | None = None,
     *,
     rounds: int = 5,
     seconds: float = 60.0,
@@ -105,13 +106,14 @@ def measure_scaling(
     for job in jobs:
         groups.setdefault(None if together else (job.name, job.rank is None), []).append(job)
     done = 0
-    for group in groups.values():
-        if any(kept.get(asdict(job)) is None for job in group):
-            for job, result in zip(group, _times(group, rounds, seconds), strict=True):
-                unknown = {"forward_mb": math.nan, "forward_backward_mb": math.nan}
-                kept.add(asdict(job), result | (unknown if together else _memory(job)))
-        for _ in group:
-            progress(done := done + 1)
+    with reported(progress) as report:
+        for group in groups.values():
+            if any(kept.get(asdict(job)) is None for job in group):
+                for job, result in zip(group, _times(group, rounds, seconds), strict=True):
+                    unknown = {"forward_mb": math.nan, "forward_backward_mb": math.nan}
+                    kept.add(asdict(job), result | (unknown if together else _memory(job)))
+            done += len(group)
+            report("measuring", done, len(jobs))
     return measured_scaling(jobs, kept)
 
 

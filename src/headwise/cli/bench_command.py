@@ -24,11 +24,11 @@ from headwise.cli.options import (
     nonempty,
     whole_number,
 )
-from headwise.cli.progress import bar
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
 from headwise.output_directory import OutputDirectory
 from headwise.outputs import json_text
+from headwise.progress import bar
 
 if TYPE_CHECKING:
     from headwise.bench import Fidelity, LayerTimes, Scaling, Timing
@@ -151,8 +151,7 @@ def _scaling(options: argparse.Namespace) -> int:
                 print("wrote", ", ".join(str(session.out.path / name) for name in names))
 
         session.show = show
-        with bar("measuring", len(jobs), quiet=is_quiet(options)) as advance:
-            scaling = measure_scaling(jobs, session.kept, advance, **settings)
+        scaling = measure_scaling(jobs, session.kept, not is_quiet(options), **settings)
         session.write_json("scaling.json", scaling.to_dict())
         if "scaling.svg" in names and session.out is not None:
             from headwise.bench.scaling_figure import draw_scaling
@@ -288,8 +287,7 @@ def _fidelity(options: argparse.Namespace) -> int:
                 print(f"{name}: {error}")
 
         session.show = show
-        with bar("measuring", len(layers), quiet=is_quiet(options)) as advance:
-            rows, refused = measure_fidelity(layers, kept=session.kept, progress=advance)
+        rows, refused = measure_fidelity(layers, kept=session.kept, progress=not is_quiet(options))
         session.write_json("fidelity.json", facts(rows, refused, True))
     return 0
 

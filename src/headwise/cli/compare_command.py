@@ -23,11 +23,11 @@ from headwise.cli.options import (
     trust,
     whole_number,
 )
-from headwise.cli.progress import bar
 from headwise.cli.rewrite_command import print_trials
 from headwise.cli.tables import print_table
 from headwise.errors import InputError
 from headwise.outputs import json_text
+from headwise.progress import bar
 
 if TYPE_CHECKING:
     from headwise.examination import ExaminationComparison, HeadDifference
@@ -136,8 +136,7 @@ def _models(options: argparse.Namespace) -> int:
         given = {name: getattr(options, name) for name in ("allow_missing", "device", "dtype")}
         old, new = (open_model(spec, trust(options), **given) for spec in (options.a, options.b))
     batches = make_inputs(options, old).batches
-    with bar("running both models", len(batches), quiet=is_quiet(options)) as advance:
-        found = compare_models(old, new, batches, progress=advance)
+    found = compare_models(old, new, batches, progress=not is_quiet(options))
     first = [trial(old.model, new.model, batches[:1], "the first text")] if "input_ids" in batches[0] else []
     if options.json:
         print(json_text({**found.to_dict(), "trials": [each.to_dict() for each in first]}))

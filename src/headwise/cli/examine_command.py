@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.cli import options as shared
-from headwise.cli.progress import bar
 from headwise.cli.tables import print_table, print_text
 from headwise.errors import InputError, check_extra
 from headwise.output_directory import PARTIAL, OutputDirectory
@@ -103,38 +102,33 @@ def _examine(options: argparse.Namespace, partial: Path, command: str, processes
     lengths = _lengths(options, inputs)
     cut: dict[int, list[Batch]] = {n: [shortened(batch, n, tokenizer) for batch in inputs.batches] for n in lengths}
     shared.wait_for_processes(processes)
-    quiet = shared.is_quiet(options)
-    with bar("measuring heads", len(inputs.batches), quiet=quiet) as advance:
-        examination = examine(
-            loaded.model,
-            inputs.batches,
-            name=loaded.name,
-            inputs=inputs.description,
-            provenance={"command": command},
-            token_names=inputs.token_names,
-            excerpt=options.excerpt,
-            tokenizer=tokenizer if options.excerpt else None,
-            spectra_every=options.spectra_every,
-            block_bytes=None if options.memory is None else options.memory << 20,
-            seed=options.seed,
-            partial_results=partial,
-            progress=advance,
-            sequence_parallel=options.sequence_parallel,
-        )
+    progress = not shared.is_quiet(options)
+    examination = examine(
+        loaded.model,
+        inputs.batches,
+        name=loaded.name,
+        inputs=inputs.description,
+        provenance={"command": command},
+        token_names=inputs.token_names,
+        excerpt=options.excerpt,
+        tokenizer=tokenizer if options.excerpt else None,
+        spectra_every=options.spectra_every,
+        block_bytes=None if options.memory is None else options.memory << 20,
+        seed=options.seed,
+        partial_results=partial,
+        progress=progress,
+        sequence_parallel=options.sequence_parallel,
+    )
     if options.sequence_parallel:
         why = "they run the model on a whole text, which the processes share; examine a shorter text for them"
         return replace(examination, ablations={"supported": False, "why": why}, paths={"supported": False, "why": why})
     if options.importance:
-        passes = len(examination.records) * len(inputs.batches)
-        with bar("replacing each head by its mean", passes, quiet=quiet) as advance:
-            examination = with_importance(examination, loaded.model, inputs.batches, progress=advance)
+        examination = with_importance(examination, loaded.model, inputs.batches, progress=progress)
     if cut:
-        with bar("judging kinds at other lengths", sum(map(len, cut.values())), quiet=quiet) as advance:
-            names = inputs.token_names
-            examination = with_lengths(examination, loaded.model, cut, token_names=names, progress=advance)
+        names = inputs.token_names
+        examination = with_lengths(examination, loaded.model, cut, token_names=names, progress=progress)
     if not options.no_ablations:
-        with bar("switching skips and MLPs off", None, quiet=quiet):
-            examination = with_depth(examination, loaded.model, inputs.batches[0])
+        examination = with_depth(examination, loaded.model, inputs.batches[0], progress=progress)
     return examination
 
 

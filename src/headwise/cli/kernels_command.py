@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from headwise.cli.options import Parser, add_json, is_quiet
-from headwise.cli.progress import bar
 from headwise.errors import InputError
 from headwise.outputs import json_text
+from headwise.progress import bar
 
 ACTIONS = ("status", "build", "where")
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from headwise.cli.progress import bar
 from headwise.errors import InputError, check_extra
+from headwise.progress import bar
 
 if TYPE_CHECKING:
     from headwise.models.gate import Trust

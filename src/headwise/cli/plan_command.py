@@ -106,25 +106,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace, partial: Path, command: str, processes: int) -> Plan:
-    from headwise.cli.progress import bars
     from headwise.replacement import plan
 
     loaded = shared.load(options)
     batches, data = _batches(options, loaded)
     shared.wait_for_processes(processes)
-    with bars(quiet=shared.is_quiet(options)) as progress:
-        return plan(
-            loaded.model,
-            batches,
-            tolerance=options.tolerance,
-            objective=options.objective,
-            beyond=options.beyond,
-            seed=options.seed,
-            name=loaded.name,
-            provenance={"command": command, "data": data},
-            partial_results=partial,
-            progress=progress,
-        )
+    return plan(
+        loaded.model,
+        batches,
+        tolerance=options.tolerance,
+        objective=options.objective,
+        beyond=options.beyond,
+        seed=options.seed,
+        name=loaded.name,
+        provenance={"command": command, "data": data},
+        partial_results=partial,
+        progress=not shared.is_quiet(options),
+    )
 
 
 def _batches(options: argparse.Namespace, loaded: LoadedModel) -> tuple[Any, dict[str, Any]]:

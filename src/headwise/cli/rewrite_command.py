@@ -95,8 +95,8 @@ def run(argv: list[str]) -> int:
 
 
 def _rewrite(options: argparse.Namespace) -> Receipt:
-    from headwise.cli.progress import bar
     from headwise.output_directory import OutputDirectory
+    from headwise.progress import bar
     from headwise.replacement import Plan, rewrite
     from headwise.replacement.install.saved import save
     from headwise.replacement.install.stock_models import stock_model
@@ -136,8 +136,8 @@ def _choice(options: argparse.Namespace) -> Choice:
 
 
 def _everywhere(loaded: LoadedModel, choice: Any, options: argparse.Namespace) -> Plan:
-    from headwise.cli.progress import bar
     from headwise.models.factory import take_batches
+    from headwise.progress import bar
     from headwise.replacement.planning.uniform_plan import uniform_plan
 
     with bar("finding the attention", None, quiet=is_quiet(options)):
@@ -149,9 +149,9 @@ def _with_trials(
     receipt: Receipt, plan: Plan, loaded: LoadedModel, new: nn.Module, options: argparse.Namespace
 ) -> Receipt:
     """The receipt with the drift, the seconds and the bytes of the cache on texts of the planned lengths."""
-    from headwise.cli.progress import bar
     from headwise.errors import InputError
     from headwise.models.inputs import needs_text
+    from headwise.progress import bar
     from headwise.replacement.trials import trial, warnings
 
     if loaded.is_factory or not needs_text(loaded.model):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.cli import options as shared
 from headwise.cli.options import Parser, add_force, add_json, add_output, file_path, is_quiet, nonempty, whole_number
-from headwise.cli.progress import bar
 from headwise.cli.tables import print_table, print_text, wrapped
 from headwise.errors import InputError, check_extra
 from headwise.output_directory import OutputDirectory
 from headwise.outputs import json_text, new_file, writing
+from headwise.progress import bar
 
 if TYPE_CHECKING:
     from headwise.ledger import Ledger, ModelAudit
@@ -57,14 +57,14 @@ def run(argv: list[str]) -> int:
 
     from headwise.ledger import select, verify
 
-    total = len(select(source=options.source, claim=options.claim))
+    select(source=options.source, claim=options.claim)  # a name that does not exist is said before a file is made
     with contextlib.ExitStack() as files:
         json_file, docs_file = (
             None if path is None else files.enter_context(new_file(path, force=options.force))
             for path in (options.out, options.docs)
         )
-        with bar("checking claims", total, quiet=is_quiet(options)) as advance:
-            ledger = verify(source=options.source, claim=options.claim, timing=True, progress=advance)
+        progress = not is_quiet(options)
+        ledger = verify(source=options.source, claim=options.claim, timing=True, progress=progress)
         if json_file is not None:
             _write(options.out, json_file, json_text(ledger.to_json(), indent=1))
         if docs_file is not None:
@@ -134,23 +134,22 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _audit_model(options: argparse.Namespace) -> int:
-    from headwise.ledger.model_audit.audit_model import STEPS, audit_model
+    from headwise.ledger.model_audit.audit_model import audit_model
 
     out: Path | None = options.out
     with contextlib.ExitStack() as files:
         file = None if out is None else files.enter_context(new_file(out, force=options.force))
         loaded = shared.load(options)
         batches = _batches(options, loaded)
-        with bar("trying promises", STEPS, quiet=is_quiet(options)) as advance:
-            audit = audit_model(
-                loaded.model,
-                batches,
-                length=options.length if batches is None else None,
-                causal=None if options.causal is None else options.causal == "yes",
-                name=loaded.name,
-                seed=options.seed,
-                progress=advance,
-            )
+        audit = audit_model(
+            loaded.model,
+            batches,
+            length=options.length if batches is None else None,
+            causal=None if options.causal is None else options.causal == "yes",
+            name=loaded.name,
+            seed=options.seed,
+            progress=not is_quiet(options),
+        )
         if out is not None and file is not None:
             _write(out, file, json_text(audit.to_json(), indent=1))
     if options.json:

@@ -31,6 +31,7 @@ from headwise.models.run import Batch, as_it_was, check_batch, first_sequence
 from headwise.models.tokenized import tokenized
 from headwise.models.unseen import unseen_attention
 from headwise.operators._kernels import limits, native
+from headwise.progress import Progress, reported
 
 EXCERPT = 512
 """Tokens of the pictures of a text that processes share, on which the first runs the whole model."""
@@ -59,7 +60,7 @@ def examine(
     block_bytes: int | None = None,
     seed: int = 0,
     partial_results: Path | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | bool | None = None,
     sequence_parallel: bool = False,
 ) -> Examination:
     """Measure every head of `model` over `texts`, or over `batches` of what it takes.
@@ -82,7 +83,7 @@ def examine(
     spectra_every    spectra are measured on batches 0, spectra_every, 2 spectra_every ...; 0: never
     block_bytes      memory that blocks of P may take; the default fits into the cache
     partial_results  a directory that keeps the result of each batch; an interrupted run resumes from it
-    progress         called with the number of batches done
+    progress         True for bars on standard error, or a function of (what, done, total)
     sequence_parallel  processes share the tokens of each text instead of the texts (see `TextShard`)
 
     If torch.distributed is initialised, the processes share the batches and each returns the whole result.
@@ -129,7 +130,9 @@ def examine(
         known = [batch_hash(batch) for batch in batches] if isinstance(batches, Sequence) else None
         outputs.partial_results(partial_results, run_key(weights, {**settings, "batches": known}))
     hashes: list[str] = []
-    with as_it_was(model):
+    total = len(batches) if isinstance(batches, Sequence) else None
+    with reported(progress) as report, as_it_was(model):
+        report("measuring heads", 0, total)
         for index, batch in enumerate(batches):
             check_batch(batch)
             hashes.append(batch_hash(batch))
@@ -159,8 +162,7 @@ def examine(
                 )
                 if file is not None and stored is None and (ranks is None or rank == 0):
                     save_measurements(measured[index], file, run)
-            if progress is not None:
-                progress(index + 1)
+            report("measuring heads", index + 1, total)
     if everybody is not None and ranks is None:
         measured = _gather(measured, everybody)
     if first is None:
@@ -183,12 +185,12 @@ def examine(
     )
     examination = with_advice(replace(examination, unseen=unseen))
     if importance and isinstance(batches, Sequence):
-        examination = with_importance(examination, model, batches)
+        examination = with_importance(examination, model, batches, progress=progress)
     if cut:
         from headwise.examination.lengths import with_lengths  # which examines
 
-        examination = with_lengths(examination, model, cut, token_names=token_names)
-    return with_depth(examination, model, first) if ablations else examination
+        examination = with_lengths(examination, model, cut, token_names=token_names, progress=progress)
+    return with_depth(examination, model, first, progress=progress) if ablations else examination
 
 
 def excerpt_batch(model: nn.Module, excerpt: str | Batch | None, tokenizer: Any) -> Batch | None:

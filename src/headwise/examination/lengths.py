@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -13,6 +13,9 @@ from headwise.examination.examiner import examine
 from headwise.examination.measure.token_patterns import TokenNames
 from headwise.examination.record import Examination
 from headwise.models.run import Batch
+from headwise.progress import Progress, reported
+
+JUDGING = "judging kinds at other lengths"
 
 
 def with_lengths(
@@ -21,29 +24,33 @@ def with_lengths(
     batches_of: Mapping[int, list[Batch]],
     *,
     token_names: TokenNames | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Examination:
     """The examination with `by_length`: the kinds of all its heads on batches_of[length], texts cut to that length.
 
     The kinds of the examination itself are added under its own length if all of its texts have one.
 
     token_names  as for `examine`; without it no head can be recognised as one of delimiters
-    progress     called with the number of batches done, over all lengths
+    progress     True for bars on standard error, or a function of (what, done, total)
     """
     kinds: dict[int, list[str]] = {}
     done = 0
     if examination.inputs["shortest"] == examination.inputs["longest"]:
         kinds[examination.inputs["longest"]] = [record.kind for record in examination.records]
-    for length, batches in batches_of.items():
-        if length not in kinds:
-            before = done
-            advance = None if progress is None else lambda count, before=before: progress(before + count)
-            other = examine(model, batches, token_names=token_names, progress=advance)
-            _check_same_heads(examination, other, length)
-            kinds[length] = [record.kind for record in other.records]
-        done += len(batches)
-        if progress is not None:
-            progress(done)
+    total = sum(map(len, batches_of.values()))
+    with reported(progress) as report:
+        for length, batches in batches_of.items():
+            if length not in kinds:
+                before = done
+
+                def advance(what: str, count: int, of: int | None, before: int = before) -> None:
+                    report(JUDGING, before + count, total)
+
+                other = examine(model, batches, token_names=token_names, progress=advance)
+                _check_same_heads(examination, other, length)
+                kinds[length] = [record.kind for record in other.records]
+            done += len(batches)
+            report(JUDGING, done, total)
     lengths = sorted(kinds)
     by_length = {"lengths": lengths, "kinds": {str(length): kinds[length] for length in lengths}}
     sentence = _sentence([kinds[length] for length in lengths], lengths)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -37,6 +37,7 @@ from headwise.models.widths.head_dimensions import HeadDimensions
 from headwise.models.widths.resized_models import resizable, resized
 from headwise.models.widths.rotary import rotated_pairs
 from headwise.models.widths.widened_attention import NAME, WidenedCall
+from headwise.progress import Progress, reported
 
 ROWS = 64
 """Query rows of a sequence, drawn at random, behind the statistics."""
@@ -49,9 +50,6 @@ LEVELS = (1 / 4, 1 / 2, 3 / 4, 1)
 
 JUDGES = 1
 """Batches on which the drift of each layer at each level is measured, to choose among them."""
-
-Progress = Callable[[int, int], None]
-"""(steps done, steps in all)"""
 
 
 @final
@@ -92,7 +90,7 @@ class Shrinking:
 
 
 def shrink(
-    model: nn.Module, batches: Sequence[Batch], *, keep: float = 0.5, progress: Progress | None = None
+    model: nn.Module, batches: Sequence[Batch], *, keep: float = 0.5, progress: Progress | bool | None = None
 ) -> tuple[nn.Module, Shrinking]:
     """A copy of a transformers model whose heads keep the share `keep` of their query/key dimensions, and a report.
 
@@ -114,22 +112,22 @@ def drift_curves(
     new: nn.Module,
     statistics: Mapping[str, SiteStatistics],
     judges: Sequence[Batch],
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> dict[str, dict[int, float]]:
     """{module: {width: drift of the output when it alone has this width}}"""
     levels = {site: x.levels() for site, x in statistics.items()}
     steps, total = 0, sum(map(len, levels.values()))
     reference = outputs(new, judges)
     curves: dict[str, dict[int, float]] = {}
-    for site, x in statistics.items():
-        curves[site] = {x.width: 0.0}
-        for width in levels[site]:
-            if width < x.width:
-                with narrowed_to(new, statistics, {site: width}):
-                    curves[site][width] = mean_drift(reference, outputs(new, judges))
-            steps += 1
-            if progress is not None:
-                progress(steps, total)
+    with reported(progress) as report:
+        for site, x in statistics.items():
+            curves[site] = {x.width: 0.0}
+            for width in levels[site]:
+                if width < x.width:
+                    with narrowed_to(new, statistics, {site: width}):
+                        curves[site][width] = mean_drift(reference, outputs(new, judges))
+                steps += 1
+                report("narrowing layers", steps, total)
     return curves
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final, overload
 
@@ -21,6 +21,7 @@ from headwise.ledger import (
 from headwise.ledger.entry import ClaimResult, LedgerEntry, check_claim
 from headwise.ledger.model_audit.audit_model import audit_model
 from headwise.ledger.model_audit.promise import ModelAudit
+from headwise.progress import Progress, reported
 
 SOURCES = (
     rank_collapse.SOURCE,
@@ -80,7 +81,7 @@ def verify(
     source: str | None = None,
     claim: str | None = None,
     timing: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Ledger: ...
 @overload
 def verify(
@@ -92,7 +93,7 @@ def verify(
     length: int | None = None,
     causal: bool | None = None,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> ModelAudit: ...
 def verify(
     model: nn.Module | None = None,
@@ -106,7 +107,7 @@ def verify(
     source: str | None = None,
     claim: str | None = None,
     timing: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Ledger | ModelAudit:
     """Check by computation whether a model keeps its promises; without a model, published claims about attention.
 
@@ -120,7 +121,7 @@ def verify(
     source    only the claims of one text, S0 ... S4 (`headwise.ledger.SOURCES`)
     claim     only one claim, by its id
     timing    also measure times, on which no verdict depends
-    progress  called with the number of steps or claims done
+    progress  True for bars on standard error, or a function of (what, done, total)
 
     >>> verify(claim="S1.bias")
     Ledger(1 claims: 1 HOLDS; 0 different from the record)
@@ -143,11 +144,11 @@ def verify(
         )
     if any(x is not None for x in (batches, texts, tokenizer, length, causal)):
         raise InputError("batches, texts, tokenizer, length and causal are about a model; give one")
-    results = []
-    for entry in select(source=source, claim=claim):
-        results.append(check_claim(entry, timing=timing))
-        if progress is not None:
-            progress(len(results))
+    entries, results = select(source=source, claim=claim), []
+    with reported(progress) as report:
+        for entry in entries:
+            results.append(check_claim(entry, timing=timing))
+            report("checking claims", len(results), len(entries))
     return Ledger(tuple(results))
 
 

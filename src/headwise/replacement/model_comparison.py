@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
@@ -17,6 +17,7 @@ from headwise.errors import InputError
 from headwise.models.gate import UNTRUSTED, Trust
 from headwise.models.load import LoadedModel, load_model
 from headwise.models.run import as_it_was, run_model
+from headwise.progress import Progress, reported
 from headwise.reading import anything, map_of, read_json
 from headwise.replacement.install.saved import load
 from headwise.replacement.planning.drift import CHUNK, PooledStates
@@ -60,7 +61,7 @@ def open_model(spec: str, trust: Trust = UNTRUSTED, **options: Any) -> LoadedMod
 
 
 def compare_models(
-    old: LoadedModel, new: LoadedModel, batches: Sequence[Any], *, progress: Callable[[int], None] | None = None
+    old: LoadedModel, new: LoadedModel, batches: Sequence[Any], *, progress: Progress | bool | None = None
 ) -> ModelDifference:
     """Run both models on every batch, alternating, so that other load affects both times."""
     losses = all(hasattr(x.model, "lm_head") for x in (old, new)) and isinstance(batches[0], Mapping)
@@ -68,7 +69,7 @@ def compare_models(
     states = PooledStates()
     drifts: list[float] = []
     seconds: tuple[list[float], list[float]] = ([], [])
-    with as_it_was(old.model), as_it_was(new.model), torch.no_grad():
+    with reported(progress) as report, as_it_was(old.model), as_it_was(new.model), torch.no_grad():
         for index, batch in enumerate(batches):
             outputs = []
             for loaded, times in zip((old, new), seconds, strict=True):
@@ -80,8 +81,7 @@ def compare_models(
                 raise InputError(f"the outputs of {old.name} and {new.name} have different shapes, {shapes}")
             a, b = outputs
             drifts += ((b - a).abs() if losses else states.drift(old.model, batch, a, b).flatten()).tolist()
-            if progress is not None:
-                progress(index + 1)
+            report("running both models", index + 1, len(batches))
     return ModelDifference(old.name, new.name, "loss" if losses else "cosine", drifts, *seconds, _operators(new.model))
 
 

@@ -156,10 +156,12 @@ def test_a_head_that_says_the_same_to_every_token_has_none() -> None:
 def test_progress_json_and_comparison_know_it() -> None:
     model, batch = ALL["bert"]()
     model = sharpen(model)
-    batches, seen = [batch, batch], []
+    batches = [batch, batch]
+    seen: list[tuple[str, int, int | None]] = []
     examined = examine(model, batches)
-    found = with_importance(examined, model, batches, progress=seen.append)
-    assert seen[-1] == 2 * len(examined.records)
+    found = with_importance(examined, model, batches, progress=lambda *step: seen.append(step))
+    heads = len(examined.records)
+    assert seen[-1] == ("replacing each head by its mean", 2 * heads, 2 * heads)
     assert seen == sorted(seen)
     facts = found.to_dict()
     assert facts["records"][0]["measures"]["importance"]["texts"] == 2

@@ -245,7 +245,7 @@ def test_the_model_is_afterwards_as_it_was() -> None:
 def test_an_interrupt_leaves_the_model_as_it_was() -> None:
     model = tiny(llama)
 
-    def stop(done: int) -> None:
+    def stop(what: str, done: int, total: int | None) -> None:
         if done == 5:
             raise KeyboardInterrupt
 
@@ -358,9 +358,9 @@ def test_a_model_without_a_cache_is_not_said_to_break_with_one() -> None:
 
 
 def test_the_result_is_a_value_with_a_text_and_json() -> None:
-    done: list[int] = []
-    audit = headwise.verify(tiny(bert), progress=done.append)
-    assert done == list(range(1, STEPS + 1))
+    done: list[tuple[str, int, int | None]] = []
+    audit = headwise.verify(tiny(bert), progress=lambda *step: done.append(step))
+    assert done == [("trying promises", step, STEPS) for step in range(1, STEPS + 1)]
     facts = json.loads(json_text(audit.to_json()))
     assert [promise["name"] for promise in facts["promises"]] == NAMES
     assert facts["violated"] == []

@@ -38,7 +38,6 @@ def run(argv: list[str]) -> int:
     if not 0 < options.keep <= 1:
         raise InputError(f"--keep is a share above 0 and at most 1, but is {options.keep}")
     check_extra("models", "a narrowed model", "safetensors")
-    from headwise.cli.progress import bars
     from headwise.growth.shrinking import shrink
     from headwise.models.gate import quiet
     from headwise.models.load import save_preprocessor
@@ -48,13 +47,8 @@ def run(argv: list[str]) -> int:
     with OutputDirectory(options.out, command="shrink", force=options.force, exclusive=True) as out:
         loaded = shared.load(options, with_head=True)
         inputs = shared.make_inputs(options, loaded)
-        with bars(quiet=shared.is_quiet(options)) as progress:
-            new, result = shrink(
-                loaded.model,
-                inputs.batches,
-                keep=options.keep,
-                progress=lambda done, total: progress("narrowing layers", done, total),
-            )
+        progress = not shared.is_quiet(options)
+        new, result = shrink(loaded.model, inputs.batches, keep=options.keep, progress=progress)
         with writing(out.path), quiet():
             new.save_pretrained(out.staged)  # type: ignore[operator]
             save_preprocessor(loaded, out.staged)

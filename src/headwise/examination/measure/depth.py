@@ -27,17 +27,22 @@ from headwise.examination.record import Examination
 from headwise.models.inputs import in_words
 from headwise.models.intercept import intercept
 from headwise.models.run import Batch, block_list, blocks_of, first_sequence, hidden_states, in_double, run_model
+from headwise.progress import Progress, reported
 from headwise.theory.collapse import relative_residual
 
 CURVES = ("all", "no attention skip", "no MLP", "pure attention")
 
 
-def with_depth(examination: Examination, model: nn.Module, batch: Batch) -> Examination:
+def with_depth(
+    examination: Examination, model: nn.Module, batch: Batch, *, progress: Progress | bool | None = None
+) -> Examination:
     """The examination with `ablations` and `paths` measured on the first sequence of `batch`, in float64.
 
     A part that fails is left out with the reason: the heads have been measured, and their report must not be lost.
     """
-    ablations, paths = (_unless_it_fails(part, model, batch) for part in (collapse_curves, by_length))
+    with reported(progress) as report:
+        report("switching skips and MLPs off", 0, None)
+        ablations, paths = (_unless_it_fails(part, model, batch) for part in (collapse_curves, by_length))
     headline, words = list(examination.headline), examination.inputs.get("words", {})
     if examination.inputs["longest"] < 2:
         ablations = {"supported": False, "why": in_words("a single token is equal to itself", words)}

@@ -28,6 +28,7 @@ from headwise.examination.record import Examination, Record, Statistic, statisti
 from headwise.models.intercept import intercept, nothing_seen, read_sdpa
 from headwise.models.run import Batch, OwnHook, as_it_was, blocks_of, check_batch, map_batch, run_model
 from headwise.operators.masks import Mask
+from headwise.progress import Progress, reported
 
 ENTRIES = 1 << 26
 """Numbers of the answer that the copies of one pass may have: 256 MB in float32."""
@@ -41,22 +42,21 @@ def with_importance(
     model: nn.Module,
     batches: Sequence[Batch],
     *,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Examination:
     """The examination with the measure `importance` of every head, over the texts of `batches`.
 
-    progress  called with the number of heads done, counted over batches: up to len(batches) * len(examination.records)
+    progress  True for bars on standard error, or a function of (what, done, total), which counts heads times batches
     """
     trial = _Trial(model, [(record.layer, record.head) for record in examination.records])
-    done = 0
+    done, total = 0, len(examination.records) * len(batches)
+    with reported(progress) as report, as_it_was(model), torch.no_grad():
 
-    def advance(heads: int) -> None:
-        nonlocal done
-        done += heads
-        if progress is not None:
-            progress(done)
+        def advance(heads: int) -> None:
+            nonlocal done
+            done += heads
+            report("replacing each head by its mean", done, total)
 
-    with as_it_was(model), torch.no_grad():
         values = torch.cat([trial.changes(batch, advance) for batch in batches], dim=-1)  # (heads, texts)
     records = [_with(record, row.tolist()) for record, row in zip(examination.records, values, strict=True)]
     unit = "nats" if trial.has_logits else "share"

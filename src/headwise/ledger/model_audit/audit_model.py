@@ -52,6 +52,7 @@ from headwise.ledger.model_audit.repeated_runs import (
 from headwise.ledger.model_audit.sampled_inputs import SEQUENCES, sampled_batch
 from headwise.models.run import as_it_was
 from headwise.models.tokenized import tokenized
+from headwise.progress import Progress, reported
 
 Check = Callable[[AuditedModel], Promise | Iterable[Promise]]
 
@@ -73,7 +74,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check, bool], ...] = (
 """The names of the promises, how they are tried, and whether that can be judged if the model draws random numbers."""
 
 STEPS = len(CHECKS) + 1
-"""What `progress` counts to."""
+"""Of `audit_model`: whether the answer is finite, and the others."""
 
 
 def audit_model(
@@ -86,7 +87,7 @@ def audit_model(
     causal: bool | None = None,
     name: str | None = None,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> ModelAudit:
     """Try every promise on a model, which is afterwards as it was.
 
@@ -96,20 +97,19 @@ def audit_model(
     length    tokens of a sequence, if they are drawn or cut
     causal    whether no output may depend on a later token; default: what the config says, or, without one, whether
               all attention of the model is causal
-    progress  called with the number of steps done, of `STEPS`
+    progress  True for bars on standard error, or a function of (what, done, total)
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; give a torch module")
     batch, inputs = _inputs(model, batches, texts, tokenizer, length, seed)
     causal = declared_causal(model) if causal is None else causal
-    with as_it_was(model), _quiet():
+    with reported(progress) as report, as_it_was(model), _quiet():
         causal = attends_causally(model, batch) if causal is None else causal
         audited = AuditedModel(model, batch, causal=causal, seed=seed)
         promises: list[Promise] = []
         for done, found in enumerate(_verdicts(audited), start=1):
             promises += found
-            if progress is not None:
-                progress(done)
+            report("trying promises", done, STEPS)
     return ModelAudit(
         name or type(model).__name__,
         _kind(audited),

@@ -12,7 +12,7 @@ of the same cost that was chosen without it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
@@ -25,6 +25,7 @@ from headwise.errors import InputError
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, weights_hash
 from headwise.models.inputs import max_positions
 from headwise.models.run import as_it_was, check_batch
+from headwise.progress import Progress, reported
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, Tensors, candidates, has_rotary_positions
 from headwise.replacement.planning.allocation import Allocation, DriftModel, gram_of
@@ -45,7 +46,6 @@ from headwise.replacement.plans import (
 )
 from headwise.replacement.standard_kinds import SOFTMAX
 
-Report = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)"""
 
 Batches = Mapping[str, Sequence[Any]]
@@ -75,7 +75,7 @@ def plan(
     name: str | None = None,
     provenance: Mapping[str, Any] | None = None,
     partial_results: Path | None = None,
-    progress: Report | None = None,
+    progress: Progress | bool | None = None,
 ) -> Plan:
     """The cheapest operators, head by head, with which the output of the model drifts by at most `tolerance`.
 
@@ -87,6 +87,7 @@ def plan(
     beyond           what the rewritten model does with longer sequences: "exact" attention, or "refuse"
     evaluations      plans that are run
     partial_results  a directory for what was computed, from which an interrupted run resumes
+    progress         True for bars on standard error, or a function of (what, done, total)
 
     If torch.distributed is initialised, the processes share the kinds of text, and each returns the same plan.
     """
@@ -97,7 +98,7 @@ def plan(
     kinds = _by_kind(batches)
     first = next(iter(kinds.values()))[0]
     weights = weights_hash(model)
-    with as_it_was(model):
+    with reported(progress) as report, as_it_was(model):
         sites, skipped = _find_sites(model, kinds)
         causal = all(site.causal for site in sites.values())
         answer = answer_for(model, first, causal=causal, texts=sum(len(given[::CHOOSING]) for given in kinds.values()))
@@ -124,7 +125,7 @@ def plan(
             seed,
             PlanProgress(partial_results, run_key(weights, settings)),
             evaluations,
-            progress or (lambda what, done, total: None),
+            report,
         )
         curve = run.trade_off(tolerance)
     result = Plan(
@@ -245,7 +246,7 @@ class _Run:
     seed: int
     store: PlanProgress
     evaluations: int
-    report: Report
+    report: Progress
     fitted: dict[tuple[str, Choice], Tensors] = field(default_factory=dict)
     learned: dict[tuple[str, Choice], Tensor] = field(default_factory=dict)  # (h,): what was learned helps elsewhere
     ratio: float = 5.0  # bound over predicted drift; where the search begins

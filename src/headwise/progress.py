@@ -1,4 +1,4 @@
-"""Progress on standard error, with the time left: bars on a terminal, else a line now and then."""
+"""Progress of long work: a function that is told how far it is, or bars on standard error with the time left."""
 
 from __future__ import annotations
 
@@ -6,9 +6,35 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TypeAlias
+
+from headwise.errors import InputError
+
+Progress: TypeAlias = Callable[[str, int, int | None], None]
+"""`progress(what, done, total)`: so many of the steps of `what` are done; a total of None is not known beforehand."""
 
 SOON, OFTEN = 2.0, 10.0
 """Where standard error is not a terminal: seconds before the first line, and between two lines."""
+
+
+@contextmanager
+def reported(progress: Progress | bool | None) -> Iterator[Progress]:
+    """The function to tell: the one given; for True bars as the command shows them; for None or False nothing is told.
+
+    >>> with reported(lambda what, done, total: print(f"{what}: {done} of {total}")) as report:
+    ...     report("measuring heads", 3, 16)
+    measuring heads: 3 of 16
+    """
+    if progress is None or isinstance(progress, bool):
+        with bars(quiet=not progress) as shown:
+            yield shown
+    elif callable(progress):
+        yield progress
+    else:
+        raise InputError(
+            f"progress is a {type(progress).__name__}; give True for bars on standard error, or a function that is "
+            "called with what is done, the number of steps done, and their total or None"
+        )
 
 
 @contextmanager
@@ -59,13 +85,13 @@ def in_words(seconds: float) -> str:
 
 
 @contextmanager
-def bars(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+def bars(*, quiet: bool = False) -> Iterator[Progress]:
     """`progress(what, done, total)` moves the bar of `what`; a new `what` replaces the bar of the previous one."""
     with ExitStack() as stack:
         current: str | None = None
         advance: Callable[[int], None] = lambda done: None  # noqa: E731
 
-        def progress(what: str, done: int, total: int) -> None:
+        def progress(what: str, done: int, total: int | None) -> None:
             nonlocal current, advance
             if what != current:
                 stack.close()
