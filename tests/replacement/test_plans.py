@@ -430,3 +430,18 @@ def test_the_examination_page_gets_a_view_of_the_plan(plan: Plan, model: nn.Modu
     other = {**plan.to_dict(), "model": {**plan.model, "class": "GPT2Model"}}
     with pytest.raises(InputError, match="examined a BertModel, but the plan is for a GPT2Model"):
         add_plan(tmp_path, other)
+
+
+def test_a_plan_is_shown_in_a_line_and_printed_with_its_curve(plan: Plan, model: nn.Module) -> None:
+    assert repr(plan).startswith(f"Plan(BertModel: {sum(map(len, plan.sites.values()))} heads, ")
+    assert f"tolerance {plan.tolerance:g} at lengths {', '.join(map(str, plan.lengths))})" in repr(plan)
+    first, *points = str(plan).splitlines()
+    assert first == repr(plan)
+    assert len(points) == len(plan.curve)
+    assert [line for line in points if line.startswith("*")] == [f"* {plan.point!r}"]
+    assert f"bound {plan.curve[-1].bound:.2g}" in points[-1]
+    assert eval(repr(Choice("window", {"width": 65})), {"Choice": Choice}) == Choice("window", {"width": 65})
+    new, receipt = rewrite(model, plan)
+    with pytest.raises(InputError, match="headwise replaced the attention of"):
+        headwise.examine(new, batches()[:1])
+    assert repr(receipt).startswith("Receipt(BertModel: ")

@@ -473,3 +473,22 @@ def test_weights_on_request() -> None:
         torch.testing.assert_close(
             each.sum(-1)[real[..., 0].expand(B, H, N)], torch.ones(H * int(LENGTHS.sum())).double()
         )
+
+
+def test_replaced_attention_is_not_examined_as_if_it_were_exact() -> None:
+    model, call, x = made("BERT")
+    batches = [{"inputs_embeds": x}]
+    with headwise.replace(model, {0: "window"}):
+        for work in (
+            lambda: headwise.examine(model, batches),
+            lambda: headwise.plan(model, batches * 4, tolerance=0.1),
+        ):
+            with pytest.raises(
+                InputError, match=r"replaced the attention of encoder\.layer\.0\.attention\.self, and only"
+            ):
+                work()
+    with headwise.replace(model, "window"):
+        monitor = headwise.Monitor(model, every=1)
+        with pytest.raises(InputError, match=r"attention\.self and 1 more modules, and only"), monitor.step():
+            call(model, x, "none")
+    assert len(headwise.examine(model, batches).records) == 2 * H

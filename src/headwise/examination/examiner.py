@@ -29,7 +29,7 @@ from headwise.models.intercept import uncompiled
 from headwise.models.partial_files import load_partial, log_damaged, save_partial
 from headwise.models.run import Batch, as_it_was, check_batch, first_sequence
 from headwise.models.tokenized import tokenized
-from headwise.models.unseen import unseen_attention
+from headwise.models.unseen import check_own_attention, unseen_attention
 from headwise.operators._kernels import limits, native
 from headwise.progress import Progress, reported
 
@@ -106,6 +106,7 @@ def examine(
     check_batches(batches)
     if importance and not isinstance(batches, Sequence):
         batches = list(batches)  # they are needed twice
+    check_own_attention(model)
     check_weights(model)
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if sequence_parallel and (ablations or importance or lengths):

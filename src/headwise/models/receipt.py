@@ -48,11 +48,16 @@ class Receipt:
     trials: tuple[dict[str, Any], ...] = ()  # what was measured on texts, see headwise.replacement.trials
 
     def __str__(self) -> str:
-        return (
+        change = (
             f"{self.what}: {self.parameters_before} -> {self.parameters_after} parameters, "
             f"{self.cost_before.multiply_adds} -> {self.cost_after.multiply_adds} multiply-adds, "
             f"largest change {self.largest_change:.1e} of {self.scale:.3g}"
         )
+        return "\n".join([change, *(f"left {each.what}: {each.why}" for each in self.left), *self.notes])
+
+    def __repr__(self) -> str:
+        first, *more = str(self).splitlines()
+        return f"Receipt({first}{f'; {len(more)} more lines in str()' if more else ''})"
 
     def to_json(self) -> dict[str, Any]:
         """Dicts, lists, strings and numbers only."""

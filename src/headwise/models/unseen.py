@@ -40,6 +40,18 @@ DID_NOT_RUN = "it did not run on these inputs, or not in this thread"
 OTHERWISE = "it ran, but called no attention function of torch"
 
 
+def check_own_attention(model: nn.Module) -> None:
+    """Raise InputError if headwise replaced attention of the model: exact attention is what is measured."""
+    replaced = [name for name, module in model.named_modules() if getattr(module, "replaces_attention", False)]
+    if replaced:
+        first, others = replaced[0].removesuffix(".headwise") or "this module", len(replaced) - 1
+        raise InputError(
+            f"{type(model).__name__}: headwise replaced the attention of {first}"
+            f"{f' and {others} more modules' if others else ''}, and only exact attention can be measured head by "
+            "head; give the original model, or call undo() of the receipt of replace"
+        )
+
+
 def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
     """name, class and why for each module that attends, or looks as if, but is not seen on `batch`."""
     names = {id(module): name for name, module in model.named_modules()}

@@ -311,6 +311,9 @@ class Choice:
     def __reduce__(self) -> tuple[Any, ...]:
         return Choice, (self.kind, dict(self.options))  # a mapping proxy cannot be copied
 
+    def __repr__(self) -> str:
+        return f"Choice({self.kind!r}, {dict(self.options)})"
+
     def __str__(self) -> str:
         return " ".join([self.kind, *(f"{name}={value:.15g}" for name, value in self.options.items())])
 

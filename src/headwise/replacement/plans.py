@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -128,6 +129,9 @@ class PlanPoint:
     drift: Drifts = field(default_factory=dict)
     bound: float = 0.0
 
+    def __repr__(self) -> str:
+        return f"PlanPoint(cost {self.cost:.1%}, drift {self.largest:.2g} measured, bound {self.bound:.2g})"
+
     @property
     def largest(self) -> float:
         """Largest measured drift over kinds and lengths."""
@@ -184,6 +188,16 @@ class Plan:
                 raise InputError(f"exact_below: the model has no site {site!r}")
         for site, choices in self.sites.items():
             _check_site(self.model["sites"], site, len(choices), f"sites/{site}")
+
+    def __repr__(self) -> str:
+        counts = Counter(choice for choices in self.sites.values() for choice in choices)
+        heads, mix = counts.total(), ", ".join(f"{count} {choice}" for choice, count in counts.most_common())
+        lengths = ", ".join(map(str, self.lengths))
+        return f"Plan({self.model['name']}: {heads} heads, {mix}; tolerance {self.tolerance:g} at lengths {lengths})"
+
+    def __str__(self) -> str:
+        rows = [f"{'*' if point is self.point else ' '} {point!r}" for point in self.curve]
+        return "\n".join([repr(self), *rows])
 
     @property
     def point(self) -> PlanPoint | None:

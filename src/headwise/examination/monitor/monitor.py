@@ -28,6 +28,7 @@ from headwise.examination.monitor.alarms import AlarmRules, AlarmWatch
 from headwise.examination.monitor.call_measures import HeadSample, measure_call
 from headwise.examination.monitor.history import NAMES, Alarm, Head, History
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen, uncompiled
+from headwise.models.unseen import check_own_attention
 
 LOGGER = logging.getLogger("headwise.monitor")
 
@@ -102,6 +103,7 @@ class Monitor:
             yield step
         if not samples:
             if not self.history.steps:
+                check_own_attention(self.model)
                 raise nothing_seen(self.model)
             return  # a step without a forward pass
         self.history.add(number, _numbers(samples))

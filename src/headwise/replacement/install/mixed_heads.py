@@ -98,6 +98,7 @@ class MixedHeads(nn.Module):
     Below `exact_below` keys, and beyond `length` keys, a model runs its original attention (`beyond` may be "refuse").
     """
 
+    replaces_attention = True
     exact_below = 0
     beyond = "exact"
 

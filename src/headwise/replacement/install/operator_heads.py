@@ -38,6 +38,8 @@ class OperatorHeads(nn.Module):
     torch.Size([1, 2, 8, 4])
     """
 
+    replaces_attention = True
+
     def __init__(self, where: str, choice: Choice | Builder) -> None:
         super().__init__()
         self.where, self.choice = where, choice

@@ -25,6 +25,7 @@ from headwise.errors import InputError
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, weights_hash
 from headwise.models.inputs import max_positions
 from headwise.models.run import as_it_was, check_batch
+from headwise.models.unseen import check_own_attention
 from headwise.progress import Progress, reported
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, Tensors, candidates, has_rotary_positions
@@ -94,6 +95,7 @@ def plan(
     check_tolerance(tolerance)
     if objective not in OBJECTIVES:
         raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, but is {objective!r}")
+    check_own_attention(model)
     check_weights(model)
     kinds = _by_kind(batches)
     first = next(iter(kinds.values()))[0]
