@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from headwise.cost import Cost
 from headwise.errors import InputError
-from headwise.models.receipt import counted_cost, evaluate, largest_change, parameter_count
+from headwise.models.receipt import Left, Receipt, counted_cost, evaluate, largest_change, parameter_count
 
 
 def test_largest_change_over_nested_outputs() -> None:
@@ -30,3 +31,10 @@ def test_lazy_parameters_count_as_none() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(4))
     assert parameter_count(model) == 9
     assert counted_cost(lambda: model[0](torch.ones(5, 2))).multiply_adds == 30
+
+
+def test_a_receipt_prints_what_was_left_and_its_notes() -> None:
+    left = (Left("2", "it is transposed"),)
+    receipt = Receipt("net", 1, 1, Cost(2), Cost(2), 0.0, 1.0, left=left, notes=("no probe",))
+    assert str(receipt).splitlines()[1:] == ["left 2: it is transposed", "no probe"]
+    assert repr(receipt).endswith("of 1; 2 more lines in str())")
