@@ -30,6 +30,7 @@ from headwise.ledger.audit import audit_weights
 from headwise.models import LoadedModel, adopt
 from headwise.models.receipt import evaluate
 from headwise.models.run import as_it_was
+from headwise.models.widths import widened_attention
 from headwise.replacement.install.saved import load
 from headwise.replacement.install.transformers_attention import register
 from headwise.replacement.kinds import Choice
@@ -188,6 +189,18 @@ def compared() -> Case:
     return Case([case.models[0], other], lambda: compare_models(old, new, batches(batch, 2)), case.arm)
 
 
+def replaced(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Any]:
+    def work() -> None:
+        with headwise.replace(model, "window", width=3), torch.random.fork_rng():  # for the model's own dropout
+            model(**batch)
+
+    return work
+
+
+def narrowed(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Any]:
+    return lambda: headwise.shrink(model, batches(batch, 2))
+
+
 def network() -> tuple[nn.Sequential, Callable[[Any], None]]:
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3), nn.ReLU())
     arm = make_awkward(model, model[3], model[1])
@@ -248,6 +261,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "plan encoder": lambda: _encoder(planned),
     "rewrite bert": lambda: _bert(rewritten),
     "rewrite encoder": lambda: _encoder(rewritten),
+    "replace bert": lambda: _bert(replaced),
+    "replace encoder": lambda: _encoder(replaced),
+    "shrink bert": lambda: _bert(narrowed),
     "audit bert": lambda: _bert(audited),
     "audit encoder": lambda: _encoder(audited),
     "compare": compared,
@@ -256,7 +272,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "evaluate": evaluated,
     "grow": growing,
 }
-RUN_ONCE = {"evaluate", "grow", "rewrite bert", "rewrite encoder"}
+RUN_ONCE = {"evaluate", "grow", *(f"{verb} {name}" for verb in ("rewrite", "replace") for name in ("bert", "encoder"))}
 REPORTED = {"depth bert"}
 NEVER_FAIL = {"audit bert", "audit encoder", "receptive fields"}  # they do not run the model
 
@@ -264,7 +280,8 @@ NEVER_FAIL = {"audit bert", "audit encoder", "receptive fields"}  # they do not 
 @pytest.fixture
 def process() -> Iterator[None]:
     """An unusual process, usual again afterwards."""
-    register()  # a rewritten model of transformers needs its attention registered, for good
+    register()  # rewritten and narrowed models of transformers need their attention registered, for good
+    widened_attention.register()
     torch.set_default_dtype(torch.float64)
     random.seed(3)
     np.random.seed(3)
