@@ -315,6 +315,13 @@ SUBJECTS: dict[str, Subject] = {
         PLAN,
         REWRITE,
         Subject(
+            "rewrite --all",
+            ("rewrite", "{session}/gpt2", "--all", "window", "--width", "5", "-o", "out", "--json"),
+            _rewritten,
+            planted=BESIDE,
+            share=0.5,
+        ),
+        Subject(
             "grow",
             ("grow", "--steps", "20", "--every", "10", "--keys", "16", "--json", "-o", "out"),
             _grown,
@@ -334,6 +341,14 @@ SUBJECTS: dict[str, Subject] = {
             _verified,
             planted=BESIDE,
             share=0.6,
+            target="out.json",
+        ),
+        Subject(
+            "verify a model",
+            ("verify", "{session}/gpt2", "--quiet", "-o", "out.json"),
+            _verified,
+            planted=BESIDE,
+            share=0.3,
             target="out.json",
         ),
         Subject(

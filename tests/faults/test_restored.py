@@ -6,6 +6,8 @@ gradients.  The process has an unusual default dtype, grad mode and random state
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 import random
 import types
@@ -396,3 +398,27 @@ def test_a_module_that_merges_weights_in_eval_mode_keeps_its_bits() -> None:
     before = of_model(model)
     evaluate(model, torch.randn(2, 4))
     assert differences(before, of_model(model)) == []
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_growth_that_is_interrupted_changes_nothing(call: int) -> None:
+    """In the call-th evaluation of the held-out loss: before the search, in it, and after the head was widened."""
+    model, batch = bert()
+    model.eval()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    grower, calls = headwise.Grower(model, optimizer, probe=batch), itertools.count(1)
+
+    def loss() -> Tensor:
+        if next(calls) == call:
+            raise KeyboardInterrupt("in the middle")
+        return model(**batch).last_hidden_state.square().mean()
+
+    model(**batch).last_hidden_state.square().mean().backward()
+    grower.observe()
+    optimizer.step()
+    before, process, moments = of_model(model), of_process(), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(KeyboardInterrupt, match="in the middle"):
+        grower.grow(p=2, heads=[("encoder.layer.0.attention.self", 1)], loss=loss)
+    assert differences(before, of_model(model)) == []
+    assert differences(process, of_process()) == []
+    torch.testing.assert_close(optimizer.state_dict(), moments, rtol=0, atol=0)
