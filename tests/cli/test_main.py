@@ -322,6 +322,16 @@ def test_a_closed_or_full_output(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (2, "headwise tour: No space left on device\n")
 
 
+@pytest.mark.parametrize("columns", ["0", "00"])
+def test_a_terminal_of_no_columns(columns: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["models"]) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["models"]) == 0
+    assert capsys.readouterr().out == expected
+
+
 @pytest.mark.slow
 def test_an_output_that_is_not_unicode() -> None:
     done = in_a_shell("headwise tour --side 4", PYTHONIOENCODING="ascii")

@@ -82,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that the terminal cannot show must not end the run
             stream.reconfigure(errors="backslashreplace")
+    if not os.environ.get("COLUMNS", "80").strip("0"):  # without a terminal some shells say 0, and so would tables
+        del os.environ["COLUMNS"]
     received: list[int] = []
     try:
         with _signals(received, restore=argv is not None):

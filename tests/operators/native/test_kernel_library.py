@@ -213,6 +213,14 @@ def test_without_a_compiler_torch_runs_and_the_reason_is_kept(
     assert "no C++ compiler was found" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["", "/no/such/compiler", '"unclosed', " "])
+def test_a_compiler_that_cannot_be_started_is_passed_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    other = kernel_build.find_compiler()
+    monkeypatch.setenv("CXX", name)
+    assert kernel_build.find_compiler() == other
+
+
 @linux
 def test_a_failed_build_is_not_tried_again_until_it_is_asked_for(failing: FakeCompiler) -> None:
     library = KernelLibrary()

@@ -44,7 +44,11 @@ assert torch.allclose(torch.ops.headwise.self_test(x).double(), x.double().exp()
 
 def find_compiler() -> list[str] | None:
     """The command that starts the compiler, or None."""
-    for command in (shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)):
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # an unclosed quotation
+        chosen = []
+    for command in (chosen, *([name] for name in COMPILERS)):
         found = shutil.which(command[0]) if command else None
         if found is not None:
             return [found, *command[1:]]
