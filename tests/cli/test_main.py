@@ -112,7 +112,11 @@ def test_real_allocations_that_fail(command: types.ModuleType, capsys: pytest.Ca
 @pytest.mark.parametrize(
     "cause, code, said",
     [
-        (MemoryError(), 2, "not enough memory; use fewer or shorter inputs, or a smaller model (RuntimeError: wrapped)"),
+        (
+            MemoryError(),
+            2,
+            "not enough memory; use fewer or shorter inputs, or a smaller model (RuntimeError: wrapped)",
+        ),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "not enough memory; use"),
         (OSError(errno.EMFILE, "Too many open files"), 2, "RuntimeError: wrapped"),
         (KeyError("x"), 70, f"RuntimeError: wrapped; {BUG}"),

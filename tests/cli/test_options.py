@@ -154,9 +154,7 @@ def test_a_missing_package_is_noticed_before_the_work(monkeypatch: pytest.Monkey
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "1"}, "WORLD_SIZE is 2, but MASTER_ADDR is not set;"),
     ],
 )
-def test_variables_of_a_launcher_are_checked(
-    given: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_a_launcher_are_checked(given: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
         if name in given:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from headwise.errors import InputError, UnsupportedError
-from headwise.models.gate import Trust, pretrained_model, transformers_library
+from headwise.models.gate import Trust, forget_names_in_files, pretrained_model, quiet, transformers_library
 from headwise.models.widths.head_dimensions import HeadDimensions
 from headwise.models.widths.widened_attention import NAME, attach, attention_sites, register
 
@@ -44,6 +44,7 @@ def resized(model: Any, probe: dict[str, Any] | None = None) -> dict[str, nn.Mod
     for site in sites:
         attach(site.module, HeadDimensions(site.heads, site.key_heads, site.key_width, site.inputs))
     if sites:
+        forget_names_in_files(model)
         model.config.__class__ = resized_config(type(model.config))
         model.__class__ = resized_class(type(model))
     return {site.name: site.module for site in sites}
@@ -169,9 +170,10 @@ def _register_auto_classes(base: Any, config: Any) -> None:
         if mapping is not None and base in mapping:
             found = mapping[base]
             mapping.register(config, resized_class(found[0] if isinstance(found, tuple) else found), exist_ok=True)
-    for others in (IMAGE_PROCESSOR_MAPPING, PROCESSOR_MAPPING, TOKENIZER_MAPPING):
-        if base in others:
-            others.register(config, others[base], exist_ok=True)
+    with quiet():  # an image processor without torchvision says so
+        for others in (IMAGE_PROCESSOR_MAPPING, PROCESSOR_MAPPING, TOKENIZER_MAPPING):
+            if base in others:
+                others.register(config, others[base], exist_ok=True)
 
 
 def _blank_model(base: type) -> Any:
