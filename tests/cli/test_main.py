@@ -326,6 +326,14 @@ def test_a_closed_or_full_output(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (2, "headwise tour: No space left on device\n")
 
 
+def test_a_current_directory_that_was_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    done = in_a_shell('cd "$FOLDER" && rmdir "$FOLDER" && headwise models', FOLDER=str(folder))
+    said = "headwise models: the current directory cannot be read (No such file or directory); change to another one\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 @pytest.mark.parametrize("columns", ["0", "00"])
 def test_a_terminal_of_no_columns(columns: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")

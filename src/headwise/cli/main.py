@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 
 from headwise import __version__
 from headwise.cli.options import Parser
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, InputError
 
 BUG = 70
 OUT_OF_MEMORY = (
@@ -116,6 +116,10 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         # --help and --version exit here; anything else is an unknown command
         _parser().parse_args(arguments or ["--help"])
+    try:
+        os.getcwd()
+    except OSError as error:  # torch cannot be imported there
+        raise InputError(f"the current directory cannot be read ({error.strerror}); change to another one") from error
     return importlib.import_module(COMMANDS[arguments[0]][0]).run(arguments[1:])
 
 
