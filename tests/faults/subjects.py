@@ -124,12 +124,13 @@ def write_compiler(directory: Path, server: Server) -> None:
 
 
 def write_results(directory: Path, server: Server) -> None:
-    """Write the plan, the rewritten model and the examinations that other commands read."""
+    """Write the plan, the rewritten and narrowed models and the examinations that other commands read."""
     for name, arguments in {
         "plan": PLAN.command(directory),
         "examined-bert": EXAMINE.command(directory),
         "examined-bert-2": EXAMINE.command(directory, *SEED),
         "rewritten": REWRITE.command(directory),
+        "narrowed": SHRINK.command(directory),
     }.items():
         ended = server.run(arguments, directory / name)
         assert ended.code == 0, ended.err
@@ -282,6 +283,14 @@ REWRITE = Subject(
     _rewritten,
     planted=BESIDE,
 )
+SHRINK = Subject(
+    "shrink",
+    ("shrink", "{session}/bert", "--random-tokens", "12", "--texts", "4", "--json", "-o", "out"),
+    _narrowed,
+    planted=BESIDE,
+    other=SEED,
+    share=0.6,
+)
 SUBJECTS: dict[str, Subject] = {
     subject.name: subject
     for subject in (
@@ -327,14 +336,7 @@ SUBJECTS: dict[str, Subject] = {
             _grown,
             other=SEED,
         ),
-        Subject(
-            "shrink",
-            ("shrink", "{session}/bert", "--random-tokens", "12", "--texts", "4", "--json", "-o", "out"),
-            _narrowed,
-            planted=BESIDE,
-            other=SEED,
-            share=0.6,
-        ),
+        SHRINK,
         Subject(
             "verify",
             ("verify", "--source", "S3", "--quiet", "-o", "out.json"),

@@ -20,6 +20,7 @@ from headwise.errors import InputError, UnsupportedError
 from headwise.models.gate import Trust, forget_names_in_files, pretrained_model, quiet, transformers_library
 from headwise.models.widths.head_dimensions import HeadDimensions
 from headwise.models.widths.widened_attention import NAME, attach, attention_sites, register
+from headwise.output_directory import check_unchanged
 
 MODEL_TYPE, ORIGINAL, IMPLEMENTATION = "headwise_widths", "original_model_type", "attn_implementation"
 PREFIX = "Headwise"
@@ -104,6 +105,8 @@ def resized_class(base: type) -> type:
             if args:
                 raise UnsupportedError(f"{cls.__name__}.from_pretrained takes no arguments for the model's class")
             place = Path(source) if Path(source).is_dir() else str(source)
+            if isinstance(place, Path):
+                check_unchanged(place, ".safetensors")
             model, info = pretrained_model(super(), place, trust, **options)
             if cls.__name__ not in (model.config.architectures or ()):  # the body of a model saved with its head
                 body = f"{model.base_model_prefix}."
