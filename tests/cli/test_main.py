@@ -109,6 +109,67 @@ def test_real_allocations_that_fail(command: types.ModuleType, capsys: pytest.Ca
         assert "not enough memory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "cause, code, said",
+    [
+        (
+            MemoryError(),
+            2,
+            "not enough memory; use fewer or shorter inputs, or a smaller model (RuntimeError: wrapped)",
+        ),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "not enough memory; use"),
+        (OSError(errno.EMFILE, "Too many open files"), 2, "RuntimeError: wrapped"),
+        (KeyError("x"), 70, f"RuntimeError: wrapped; {BUG}"),
+    ],
+)
+@pytest.mark.parametrize("explicit", [True, False])
+def test_the_cause_of_an_error_counts(
+    command: types.ModuleType,
+    cause: Exception,
+    code: int,
+    said: str,
+    explicit: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """torch.export and others wrap what went wrong in exceptions of their own, once or twice."""
+
+    def run(argv: list[str]) -> int:
+        try:
+            try:
+                raise cause
+            except Exception as error:
+                raise LookupError("wrapped") from (error if explicit else None)
+        except Exception as error:
+            raise RuntimeError("wrapped") from (error if explicit else None)
+
+    command.run = run  # pyright: ignore[reportAttributeAccessIssue]
+    assert cli.main(["probe"]) == code
+    assert capsys.readouterr().err.startswith(f"headwise probe: {said}")
+
+
+@pytest.mark.parametrize(
+    "effect", [OSError(errno.EBADF, "Bad file descriptor"), InputError("cannot write x"), RuntimeError("half done")]
+)
+@pytest.mark.parametrize("handled", [True, False])
+def test_what_fails_because_of_a_signal_is_an_interruption(
+    command: types.ModuleType, effect: Exception, handled: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Code that is stopped halfway raises its own errors; some code swallows the exception of the signal first."""
+
+    def run(argv: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            if handled:
+                raise effect from None
+        raise effect
+
+    command.run = run  # pyright: ignore[reportAttributeAccessIssue]
+    assert cli.main(["probe"]) == 143
+    assert capsys.readouterr().err == "headwise probe: stopped by SIGTERM\n"
+
+
 @pytest.mark.parametrize("argv", [["--debug", "probe"], ["probe", "--debug"], ["probe", "x", "--debug", "y"]])
 @pytest.mark.parametrize("error, code", [(InputError("no such thing"), 2), (ValueError("ours to fix"), 70)])
 def test_debug_shows_the_traceback(
@@ -263,6 +324,24 @@ def test_a_closed_or_full_output(tmp_path: Path) -> None:
     if Path("/dev/full").exists():
         done = in_a_shell("headwise tour --side 4 --json >/dev/full")
         assert (done.returncode, done.stderr) == (2, "headwise tour: No space left on device\n")
+
+
+def test_a_current_directory_that_was_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    done = in_a_shell('cd "$FOLDER" && rmdir "$FOLDER" && headwise models', FOLDER=str(folder))
+    said = "headwise models: the current directory cannot be read (No such file or directory); change to another one\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize("columns", ["0", "00"])
+def test_a_terminal_of_no_columns(columns: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["models"]) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["models"]) == 0
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import socket
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +17,7 @@ from headwise.cli.options import (
     add_output,
     add_seed,
     is_quiet,
+    join_processes,
     make_inputs,
     number,
 )
@@ -128,3 +132,45 @@ def test_a_missing_package_is_noticed_before_the_work(monkeypatch: pytest.Monkey
         InputError, match=r"the figure needs no_such, which is not installed; pip install 'headwise\[rep"
     ):
         check_extra("report", "the figure", "rich", "no_such")
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc', but must be a whole number from 1 to 1000000; start several"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', but must be"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9999999999999999999999999999999999999999', but must be"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, but must be a whole number from 0 to 1; start several processes with"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is '2', but must be a whole number from 0 to 1;"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "70000"}, "MASTER_PORT is '70000', but must be"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "1"}, "WORLD_SIZE is 2, but MASTER_ADDR is not set;"),
+    ],
+)
+def test_variables_of_a_launcher_are_checked(given: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+        if name in given:
+            monkeypatch.setenv(name, given[name])
+    with pytest.raises(InputError, match=f"^{re.escape(said)}"):
+        join_processes()
+
+
+@pytest.mark.parametrize("given", [None, "", "1"])
+def test_without_a_launcher_there_is_one_process(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("WORLD_SIZE", given)
+    assert join_processes() == (0, 1)
+    assert not torch.distributed.is_initialized()
+
+
+def test_processes_that_cannot_meet_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port is taken by something else."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        launched = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**launched, "MASTER_PORT": str(taken.getsockname()[1])}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=r"^cannot join the other 1 processes: .*; start several processes with"):
+            join_processes()

@@ -149,6 +149,8 @@ def make_targets(
         Target("cache of bench", "damage/benched", "out/*.jsonl", again, bench.numbers, False, 0.5),
         Target("rewritten config.json", "rewritten", "out/config.json", compared, printed, True),
         Target("rewritten weights", "rewritten", "out/*.safetensors", compared, printed, False),
+        Target("narrowed config.json", "narrowed", "out/config.json", compared, printed, True, 0.7),
+        Target("narrowed weights", "narrowed", "out/*.safetensors", compared, printed, False),
         Target(
             "marker, lock",
             "examined-bert",

@@ -124,12 +124,13 @@ def write_compiler(directory: Path, server: Server) -> None:
 
 
 def write_results(directory: Path, server: Server) -> None:
-    """Write the plan, the rewritten model and the examinations that other commands read."""
+    """Write the plan, the rewritten and narrowed models and the examinations that other commands read."""
     for name, arguments in {
         "plan": PLAN.command(directory),
         "examined-bert": EXAMINE.command(directory),
         "examined-bert-2": EXAMINE.command(directory, *SEED),
         "rewritten": REWRITE.command(directory),
+        "narrowed": SHRINK.command(directory),
     }.items():
         ended = server.run(arguments, directory / name)
         assert ended.code == 0, ended.err
@@ -282,6 +283,14 @@ REWRITE = Subject(
     _rewritten,
     planted=BESIDE,
 )
+SHRINK = Subject(
+    "shrink",
+    ("shrink", "{session}/bert", "--random-tokens", "12", "--texts", "4", "--json", "-o", "out"),
+    _narrowed,
+    planted=BESIDE,
+    other=SEED,
+    share=0.6,
+)
 SUBJECTS: dict[str, Subject] = {
     subject.name: subject
     for subject in (
@@ -315,25 +324,33 @@ SUBJECTS: dict[str, Subject] = {
         PLAN,
         REWRITE,
         Subject(
+            "rewrite --all",
+            ("rewrite", "{session}/gpt2", "--all", "window", "--width", "5", "-o", "out", "--json"),
+            _rewritten,
+            planted=BESIDE,
+            share=0.5,
+        ),
+        Subject(
             "grow",
             ("grow", "--steps", "20", "--every", "10", "--keys", "16", "--json", "-o", "out"),
             _grown,
             other=SEED,
         ),
-        Subject(
-            "shrink",
-            ("shrink", "{session}/bert", "--random-tokens", "12", "--texts", "4", "--json", "-o", "out"),
-            _narrowed,
-            planted=BESIDE,
-            other=SEED,
-            share=0.6,
-        ),
+        SHRINK,
         Subject(
             "verify",
             ("verify", "--source", "S3", "--quiet", "-o", "out.json"),
             _verified,
             planted=BESIDE,
             share=0.6,
+            target="out.json",
+        ),
+        Subject(
+            "verify a model",
+            ("verify", "{session}/gpt2", "--quiet", "-o", "out.json"),
+            _verified,
+            planted=BESIDE,
+            share=0.3,
             target="out.json",
         ),
         Subject(

@@ -6,6 +6,8 @@ gradients.  The process has an unusual default dtype, grad mode and random state
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 import random
 import types
@@ -30,6 +32,7 @@ from headwise.ledger.audit import audit_weights
 from headwise.models import LoadedModel, adopt
 from headwise.models.receipt import evaluate
 from headwise.models.run import as_it_was
+from headwise.models.widths import widened_attention
 from headwise.replacement.install.saved import load
 from headwise.replacement.install.transformers_attention import register
 from headwise.replacement.kinds import Choice
@@ -188,6 +191,18 @@ def compared() -> Case:
     return Case([case.models[0], other], lambda: compare_models(old, new, batches(batch, 2)), case.arm)
 
 
+def replaced(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Any]:
+    def work() -> None:
+        with headwise.replace(model, "window", width=3), torch.random.fork_rng():  # for the model's own dropout
+            model(**batch)
+
+    return work
+
+
+def narrowed(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Any]:
+    return lambda: headwise.shrink(model, batches(batch, 2))
+
+
 def network() -> tuple[nn.Sequential, Callable[[Any], None]]:
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3), nn.ReLU())
     arm = make_awkward(model, model[3], model[1])
@@ -248,6 +263,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "plan encoder": lambda: _encoder(planned),
     "rewrite bert": lambda: _bert(rewritten),
     "rewrite encoder": lambda: _encoder(rewritten),
+    "replace bert": lambda: _bert(replaced),
+    "replace encoder": lambda: _encoder(replaced),
+    "shrink bert": lambda: _bert(narrowed),
     "audit bert": lambda: _bert(audited),
     "audit encoder": lambda: _encoder(audited),
     "compare": compared,
@@ -256,7 +274,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "evaluate": evaluated,
     "grow": growing,
 }
-RUN_ONCE = {"evaluate", "grow", "rewrite bert", "rewrite encoder"}
+RUN_ONCE = {"evaluate", "grow", *(f"{verb} {name}" for verb in ("rewrite", "replace") for name in ("bert", "encoder"))}
 REPORTED = {"depth bert"}
 NEVER_FAIL = {"audit bert", "audit encoder", "receptive fields"}  # they do not run the model
 
@@ -264,7 +282,8 @@ NEVER_FAIL = {"audit bert", "audit encoder", "receptive fields"}  # they do not 
 @pytest.fixture
 def process() -> Iterator[None]:
     """An unusual process, usual again afterwards."""
-    register()  # a rewritten model of transformers needs its attention registered, for good
+    register()  # rewritten and narrowed models of transformers need their attention registered, for good
+    widened_attention.register()
     torch.set_default_dtype(torch.float64)
     random.seed(3)
     np.random.seed(3)
@@ -379,3 +398,27 @@ def test_a_module_that_merges_weights_in_eval_mode_keeps_its_bits() -> None:
     before = of_model(model)
     evaluate(model, torch.randn(2, 4))
     assert differences(before, of_model(model)) == []
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_growth_that_is_interrupted_changes_nothing(call: int) -> None:
+    """In the call-th evaluation of the held-out loss: before the search, in it, and after the head was widened."""
+    model, batch = bert()
+    model.eval()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    grower, calls = headwise.Grower(model, optimizer, probe=batch), itertools.count(1)
+
+    def loss() -> Tensor:
+        if next(calls) == call:
+            raise KeyboardInterrupt("in the middle")
+        return model(**batch).last_hidden_state.square().mean()
+
+    model(**batch).last_hidden_state.square().mean().backward()
+    grower.observe()
+    optimizer.step()
+    before, process, moments = of_model(model), of_process(), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(KeyboardInterrupt, match="in the middle"):
+        grower.grow(p=2, heads=[("encoder.layer.0.attention.self", 1)], loss=loss)
+    assert differences(before, of_model(model)) == []
+    assert differences(process, of_process()) == []
+    torch.testing.assert_close(optimizer.state_dict(), moments, rtol=0, atol=0)

@@ -23,11 +23,12 @@ from headwise.examination.measure.observe import observe
 from headwise.examination.measure.path_lengths import by_length
 from headwise.models import InterceptionError, intercept
 from headwise.models.unseen import DID_NOT_RUN, unseen_attention
+from headwise.models.widths.widened_attention import attention_sites
 from headwise.replacement.kinds import Choice
 from headwise.replacement.planning.capture import find_sites
 from headwise.replacement.planning.drift import PooledStates, Predictions, run_with
 from headwise.replacement.planning.sensitivity import sensitivities
-from tests.models.tiny_models import ALL, bert, torch_encoder
+from tests.models.tiny_models import ALL, bert, gpt2, torch_encoder
 from tests.replacement.plans import plan_for
 
 
@@ -141,6 +142,25 @@ def test_threads_share_a_rewritten_model() -> None:
     jobs.append(unchanged(lambda: output(model, batch)))
     with meanwhile(*jobs, at_least=50):
         pass
+
+
+def test_threads_narrow_different_models_at_once() -> None:
+    """Each finds the attention modules of its own model, while another thread runs a narrowed one."""
+    pairs = [family() for family in (bert, gpt2)]
+    narrowed, _ = headwise.shrink(pairs[0][0].eval(), [pairs[0][1]] * 2)
+    expected = [sorted(headwise.shrink(model.eval(), [batch] * 2)[1].widths) for model, batch in pairs]
+
+    def narrow(index: int) -> None:
+        model, batch = pairs[index]
+        assert sorted(attention_names(copy.deepcopy(model), batch)) == expected[index]
+
+    jobs = [lambda: narrow(0), lambda: narrow(1), unchanged(lambda: output(narrowed, pairs[0][1]))]
+    with meanwhile(*jobs, at_least=30):
+        pass
+
+
+def attention_names(model: nn.Module, batch: dict[str, Tensor]) -> list[str]:
+    return [site.name for site in attention_sites(model, batch)]
 
 
 def test_drift_is_measured_in_its_own_thread() -> None:

@@ -78,6 +78,12 @@ def test_grower_is_exported_at_the_top_level() -> None:
     assert headwise.Grower is Grower
 
 
+@pytest.mark.parametrize("optimizer", [None, [], [None], "adam"])
+def test_an_optimizer_is_needed(optimizer: Any) -> None:
+    with pytest.raises(InputError, match="Grower: optimizer must be an optimizer of torch or a list of them, but is "):
+        Grower(Reader(lookup(8, 4, 4, 2), width=8, layers=1, heads=2, key_width=2), optimizer)
+
+
 def test_growth_lowers_the_held_out_loss_and_can_be_undone() -> None:
     model, optimizer = started()
     grower = observed(model, optimizer)

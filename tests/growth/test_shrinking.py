@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.errors import InputError, UnsupportedError
+from headwise.errors import InputError, NonFiniteError, UnsupportedError
 from headwise.growth import Grower, shrink
 from headwise.growth.shrinking import allocate, best_pairs, gather, narrow_copy, narrowed_to, outputs, subspace
 from headwise.models.run import in_double
@@ -185,6 +186,19 @@ def test_what_cannot_be_narrowed_says_why() -> None:
     model = made("llama").eval()
     with pytest.raises(InputError, match="keep must be above 0 and at most 1, but is 0"):
         shrink(model, batches("llama"), keep=0)
+    with pytest.raises(InputError, match="keep must be above 0 and at most 1, but is 'half'"):
+        shrink(model, batches("llama"), keep="half")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="batches must be a list of batches, but is a dict"):
+        shrink(model, batches("llama")[0])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"does not run on the batch words \(1, 4\) float32: ValueError: You must"):
+        shrink(model, [{"words": torch.zeros(1, 4)}] * 2)
+    with pytest.raises(InputError, match="is on the meta device and has no values"):
+        shrink(copy.deepcopy(model).to("meta"), batches("llama"))
+    damaged = copy.deepcopy(model)
+    with torch.no_grad():
+        next(damaged.parameters())[0] = float("nan")  # of a token that is not in the batches
+    with pytest.raises(NonFiniteError, match=r"weight 'model.embed_tokens.weight' has \d+ non-finite of"):
+        shrink(damaged, batches("llama"))
     with pytest.raises(InputError, match="half of the batches choose and half measure, but there are 1"):
         shrink(model, batches("llama")[:1])
     with pytest.raises(InputError, match=r"is given 1 tokens, .* give at least 4"):

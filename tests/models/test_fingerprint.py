@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import tracemalloc
 from typing import Any
 
@@ -39,6 +40,48 @@ def test_buffers_count_also_those_that_are_not_saved() -> None:
     between = weights_hash(net)
     net.get_buffer("running_mean")[1] = 1
     assert len({before, between, weights_hash(net)}) == 3
+
+
+class Packed(nn.Linear):
+    """Its scale is neither a parameter nor a buffer, but saved, as in layers of bitsandbytes and TransformerEngine."""
+
+    def __init__(self, way: str, scale: float) -> None:
+        super().__init__(2, 2)
+        self.way, self.scale = way, scale
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.way == "tensor":
+            destination[prefix + "weight.absmax"] = torch.tensor([self.scale])
+        elif self.way == "bytes":
+            destination[prefix + "_extra_state"] = io.BytesIO(str(self.scale).encode())
+        else:
+            destination[prefix + "_packed"] = (torch.tensor([self.scale]), Anonymous())
+        destination[prefix + "another_name"] = self.weight if keep_vars else self.weight.detach()
+
+
+class Anonymous:
+    """Its repr holds its address."""
+
+
+@pytest.mark.parametrize("way", ["tensor", "bytes", "tuple"])
+def test_what_only_the_state_dict_holds_counts(way: str) -> None:
+    hashes = []
+    for scale in (1.0, 2.0, 1.0):
+        torch.manual_seed(0)
+        hashes.append(weights_hash(nn.Sequential(Packed(way, scale))))
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_packed_weights_of_a_quantised_model_count() -> None:
+    hashes = []
+    for seed in (0, 1, 0):
+        torch.manual_seed(seed)
+        packed = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
+        assert not list(packed.parameters())
+        hashes.append(weights_hash(packed))
+    assert hashes[0] == hashes[2] != hashes[1]
 
 
 def test_names_shapes_and_dtypes_count() -> None:

@@ -73,6 +73,13 @@ def test_a_model_without_a_tokenizer_saves_none(directory: Path, tmp_path: Path)
     assert not (tmp_path / "new").exists()
 
 
+def test_no_tokenizer_is_made_up_for_a_model_that_has_none(tmp_path: Path) -> None:
+    """transformers would make one that maps every word to [UNK]."""
+    ALL["bert"]()[0].save_pretrained(tmp_path / "old")
+    save_preprocessor(load_model(str(tmp_path / "old")), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def bert() -> torch.nn.Module:
     return ALL["bert"]()[0]
 

@@ -28,10 +28,12 @@ from collections.abc import Iterator, Sequence
 
 from headwise import __version__
 from headwise.cli.options import Parser
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, InputError
 
 BUG = 70
 OUT_OF_MEMORY = (
+    "MemoryError",
+    "bad_alloc",
     "out of memory",
     "not enough memory",
     "can't allocate memory",
@@ -80,8 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that the terminal cannot show must not end the run
             stream.reconfigure(errors="backslashreplace")
+    if not os.environ.get("COLUMNS", "80").strip("0"):  # without a terminal some shells say 0, and so would tables
+        del os.environ["COLUMNS"]
+    received: list[int] = []
     try:
-        with _signals(restore=argv is not None):
+        with _signals(received, restore=argv is not None):
             code = _run(arguments)
             _flush()  # an error of the last write belongs here, not to the end of the interpreter
             return code
@@ -90,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:  # extensions written in Rust raise a BaseException when they panic
         if debug:
             traceback.print_exception(error)
-        code, sentence = _explained(error)
+        # code that a signal stops halfway fails in its own ways: shutil.rmtree closes a descriptor twice
+        code, sentence = _explained(_Stopped(received[0]) if received else error)
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed, too
         if sentence:
             print(f"{name}: {_one_line(sentence)}", file=sys.stderr)
@@ -110,6 +116,10 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         # --help and --version exit here; anything else is an unknown command
         _parser().parse_args(arguments or ["--help"])
+    try:
+        os.getcwd()
+    except OSError as error:  # torch cannot be imported there
+        raise InputError(f"the current directory cannot be read ({error.strerror}); change to another one") from error
     return importlib.import_module(COMMANDS[arguments[0]][0]).run(arguments[1:])
 
 
@@ -120,8 +130,11 @@ def _without_debug(argv: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _explained(error: BaseException) -> tuple[int, str]:
-    """Exit code and sentence for an exception."""
-    reason = _first_line(error)
+    """Exit code and sentence for an exception.
+
+    Other packages wrap errors of memory and files in exceptions of their own, so the causes count too.
+    """
+    reason, whole = _first_line(error), "\n".join(f"{type(cause).__name__}: {cause}" for cause in _causes(error))
     if isinstance(error, HeadwiseError):
         return 2, str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -131,15 +144,22 @@ def _explained(error: BaseException) -> tuple[int, str]:
     if isinstance(error, OSError):
         where = "" if error.filename is None else f" ({os.fsdecode(error.filename)})"
         return 2, f"{error.strerror or reason}{where}"
-    if isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY):
+    if any(text in whole for text in OUT_OF_MEMORY):
         return 2, f"not enough memory; use fewer or shorter inputs, or a smaller model ({reason})"
-    if any(os.strerror(number) in str(error) for number in FILE_SYSTEM):
+    if any(os.strerror(number) in whole for number in FILE_SYSTEM):
         return 2, reason
     if isinstance(error, RecursionError):
         return 2, f"the input is nested too deeply ({reason})"
     if isinstance(error, UnicodeError):
         return 2, f"text that cannot be read or written ({reason})"
     return BUG, f"{reason}; this is a bug in headwise: run again with --debug for the traceback, and report it"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception, and those during whose handling it was raised, latest first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _first_line(error: BaseException) -> str:
@@ -161,19 +181,18 @@ class _Stopped(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def _signals(*, restore: bool) -> Iterator[None]:
+def _signals(received: list[int], *, restore: bool) -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP raises _Stopped; the second lets clean-up finish; the third ends at once.
 
-    Afterwards the handlers are restored; if the process is about to end, SIGINT is ignored instead.
+    They are appended to `received`.  Afterwards the handlers are restored; if the process is about to end, SIGINT is
+    ignored instead.
     """
-    received = 0
 
     def stop(number: int, frame: object) -> None:
-        nonlocal received
-        received += 1
-        if received == 1:
+        received.append(number)
+        if len(received) == 1:
             raise _Stopped(number)
-        if received > 2:
+        if len(received) > 2:
             os._exit(128 + number)
         with contextlib.suppress(OSError):
             os.write(2, b"removing unfinished files; once more to stop at once\n")

@@ -296,15 +296,37 @@ def _refuse_unused(given: dict[str, Any], names: Sequence[str], reason: str) -> 
 
 def join_processes() -> tuple[int, int]:
     """(rank, number of processes); started by torchrun, join the other processes."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = _from_launcher("WORLD_SIZE", 1)
     if processes == 1:
         return 0, 1
+    _from_launcher("RANK", 0, processes - 1)
+    _from_launcher("MASTER_PORT", 0, 65535)
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        if not os.environ.get("MASTER_ADDR"):
+            raise InputError(f"WORLD_SIZE is {processes}, but MASTER_ADDR is not set; {LAUNCH}")
+        try:
+            dist.init_process_group("gloo")
+        except (RuntimeError, ValueError) as error:
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise InputError(f"cannot join the other {processes - 1} processes: {reason[:200]}; {LAUNCH}") from error
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     return dist.get_rank(), processes
+
+
+LAUNCH = "start several processes with torchrun, or unset WORLD_SIZE for one"
+
+
+def _from_launcher(name: str, least: int, most: int = 1_000_000) -> int:
+    """A variable that torchrun sets; without WORLD_SIZE there is one process."""
+    given = os.environ.get(name, "").strip()
+    if name == "WORLD_SIZE" and not given:
+        return 1
+    if not given.isdecimal() or not least <= int(given[:20]) <= most:
+        what = f"is {given[:40]!r}" if given else "is not set"
+        raise InputError(f"{name} {what}, but must be a whole number from {least} to {most}; {LAUNCH}")
+    return int(given)
 
 
 def wait_for_processes(processes: int) -> None:

@@ -37,6 +37,7 @@ from headwise.growth.optimizer_state import PACE, ExchangedState, calibrate, exc
 from headwise.growth.problem import Factors, Problem
 from headwise.growth.solve import Solution, narrowed, predicted_change, preserving, score_change
 from headwise.growth.statistics import LayerStatistics, world_size
+from headwise.shapes import shown
 
 LEAST_GAIN = 0.01
 """Share of the held-out loss: an automatic growth that gains less is not made."""
@@ -73,7 +74,12 @@ class Grower:
     ) -> None:
         self.wrapper = model if isinstance(model, DistributedDataParallel) else None
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        self.optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        given = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
+        if not given or not all(hasattr(each, "param_groups") for each in given):
+            raise InputError(
+                f"Grower: optimizer must be an optimizer of torch or a list of them, but is {shown(optimizer)}"
+            )
+        self.optimizers = tuple(given)
         self.group, self.pace = group, pace
         if not pace > 0:
             raise InputError(f"Grower: pace must be above 0, but is {pace}; 1 is the pace of old directions")

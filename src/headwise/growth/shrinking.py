@@ -32,12 +32,14 @@ from headwise.errors import InputError, UnsupportedError
 from headwise.growth.metric import Root, root
 from headwise.growth.normal_equations import take_rows, visible_rows
 from headwise.growth.solve import truncate
+from headwise.models.fingerprint import check_weights
 from headwise.models.run import Batch, as_it_was, run_model
 from headwise.models.widths.head_dimensions import HeadDimensions
 from headwise.models.widths.resized_models import resizable, resized
 from headwise.models.widths.rotary import rotated_pairs
 from headwise.models.widths.widened_attention import NAME, WidenedCall
 from headwise.progress import Progress, reported
+from headwise.shapes import shown
 
 ROWS = 64
 """Query rows of a sequence, drawn at random, behind the statistics."""
@@ -96,8 +98,12 @@ def shrink(
 
     Half of the batches choose the dimensions, the others measure the drift.
     """
-    if not 0 < keep <= 1:
-        raise InputError(f"shrink: keep must be above 0 and at most 1, but is {keep}")
+    if not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise InputError(f"shrink: keep must be above 0 and at most 1, but is {shown(keep)}")
+    if not isinstance(batches, Sequence):
+        raise InputError(f"shrink: batches must be a list of batches, but is {shown(batches)}")
+    if resizable(model):
+        check_weights(model)
     if len(batches) < 2:
         raise InputError(f"shrink: half of the batches choose and half measure, but there are {len(batches)}; give 2")
     chosen_by, measured_by = batches[0::2], batches[1::2]

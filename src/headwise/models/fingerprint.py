@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import io
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -33,8 +35,9 @@ def check_weights(model: nn.Module) -> None:
 def weights_hash(model: nn.Module) -> str:
     """SHA-256 over the name, dtype, shape and bytes of every parameter and buffer, in the order of their names.
 
-    It does not depend on the device, on strides, or on whether equal weights are tied.  A pooler on top of the model is
-    left out, since whether there is one depends on how the model was loaded, and no attention depends on it.
+    What the model's state dict holds beside these, such as packed weights or the scales of quantised ones, is part of
+    it.  It does not depend on the device, on strides, or on whether equal weights are tied.  A pooler on top of the
+    model is left out, since whether there is one depends on how the model was loaded, and no attention depends on it.
     """
     digests: dict[int, str] = {}  # by id: tied weights are read once
     lines = []
@@ -49,7 +52,28 @@ def weights_hash(model: nn.Module) -> str:
         if id(x) not in digests:
             digests[id(x)] = content_hash(x)
         lines.append(f"{name} {digests[id(x)]}\n")
+    lines += [f"{name} {content_hash(value)}\n" for name, value in sorted(_other_state(model, tensors).items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _other_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What modules save beside parameters and buffers: packed weights, `quant_state`, `get_extra_state`."""
+    known = {_place(x) for x in tensors.values()} - {0}
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if name not in tensors
+        and name.partition(".")[0] != "pooler"
+        and not (isinstance(value, Tensor) and _place(value) in known)  # a parameter under another name
+    }
+
+
+def _place(x: Tensor) -> int:
+    """The address of the entries; 0 if there is none."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # a sparse tensor, or a subclass without storage
+        return 0
 
 
 def batch_hash(batch: Any) -> str:
@@ -96,8 +120,10 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"sequence {len(value)}\n".encode())
         for item in value:
             _add(digest, item)
+    elif isinstance(value, io.BytesIO):
+        _add(digest, value.getvalue())
     else:
-        text = repr(value).encode(errors="surrogatepass")
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr(value)).encode(errors="surrogatepass")
         digest.update(f"{type(value).__name__} {len(text)}\n".encode() + text)
 
 

@@ -148,6 +148,14 @@ def transformers_library() -> Any:
     return transformers
 
 
+def forget_names_in_files(model: Any) -> None:
+    """A model that was loaded keeps the names that its files gave to tensors, and is saved with them.
+
+    The subclasses of headwise load tensors by the names of the modules, so they must be saved by these.
+    """
+    vars(model).pop("_weight_conversions", None)
+
+
 def one_line(error: BaseException) -> str:
     """Type and first line of an error, at most 300 characters."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")

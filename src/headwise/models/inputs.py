@@ -26,14 +26,6 @@ UNKNOWN = 0.1
 """Share of unknown tokens from which on a text is said to be in words that the tokenizer does not have."""
 
 SENTENCE_CONFIG = "sentence_bert_config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 KINDS = {
@@ -249,9 +241,7 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 def tokenizer_of(loaded: LoadedModel) -> Any:
-    # without these files transformers would build an empty tokenizer, which maps every word to "unknown"
-    has_files = isinstance(loaded.source, Path) and any((loaded.source / name).exists() for name in TOKENIZER_FILES)
-    if isinstance(loaded.source, Path) and loaded.gguf is None and not has_files:
+    if loaded.lacks_tokenizer:
         raise InputError(
             f"{loaded.source} has no tokenizer (such as tokenizer.json); use --random-tokens N instead of a text"
         )

@@ -39,6 +39,14 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".pt2", ".json", ".py", ".onnx"}
 
@@ -59,6 +67,13 @@ class LoadedModel:
     @property
     def is_factory(self) -> bool:
         return str(self.source).startswith("python:")
+
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """Whether transformers would build an empty tokenizer, which maps every word to "unknown"."""
+        if not isinstance(self.source, Path) or self.gguf is not None:
+            return False
+        return not any((self.source / name).exists() for name in TOKENIZER_FILES)
 
     def preprocessor(self, auto_class: Any) -> Any:
         """The tokenizer, image processor or feature extractor of this model, loaded by `auto_class.from_pretrained`."""
@@ -267,7 +282,8 @@ def save_preprocessor(loaded: LoadedModel, directory: Path) -> None:
     if loaded.is_factory:
         return
     transformers = transformers_library()
-    for auto_class in (transformers.AutoTokenizer, transformers.AutoImageProcessor, transformers.AutoFeatureExtractor):
+    kinds = (transformers.AutoTokenizer, transformers.AutoImageProcessor, transformers.AutoFeatureExtractor)
+    for auto_class in kinds[loaded.lacks_tokenizer :]:
         with suppress(Exception):  # a model has one of them, or none
             loaded.preprocessor(auto_class).save_pretrained(directory)
             return

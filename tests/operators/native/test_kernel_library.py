@@ -168,6 +168,36 @@ def test_a_build_that_is_stopped_leaves_nothing_behind(
     assert {file.name for file in kernel_cache.directory().iterdir()} == {"kernels.so", "build.json"}
 
 
+def test_what_could_not_be_removed_is_removed_by_the_next_build(
+    compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as failing:
+        failing.setattr(shutil, "rmtree", lambda path, **options: None)
+        assert kernel_build.build().reason is None
+    assert any(kernel_cache.directory().glob(".building-*"))
+    assert kernel_build.build().reason is None
+    assert compiler.runs == 1
+    assert {file.name for file in kernel_cache.directory().iterdir()} == {"kernels.so", "build.json"}
+
+
+def test_a_library_that_vanishes_during_the_build_is_an_error(
+    compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = kernel_cache.write_record
+
+    def vanish(record: kernel_cache.BuildRecord) -> None:
+        kernel_cache.library_file().unlink()
+        write(record)
+
+    with monkeypatch.context() as removed:
+        removed.setattr(kernel_cache, "write_record", vanish)
+        assert main(["kernels", "build"]) == 2
+    said = capsys.readouterr()
+    assert re.fullmatch(r"headwise kernels: .*kernels.so was removed or changed while .*; build it again\n", said.err)
+    assert said.out == ""
+    assert main(["kernels", "build"]) == 0
+
+
 @linux
 def test_without_a_compiler_torch_runs_and_the_reason_is_kept(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -181,6 +211,14 @@ def test_without_a_compiler_torch_runs_and_the_reason_is_kept(
     assert not cache.exists()
     assert main(["kernels", "build"]) == 2
     assert "no C++ compiler was found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "/no/such/compiler", '"unclosed', " "])
+def test_a_compiler_that_cannot_be_started_is_passed_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    other = kernel_build.find_compiler()
+    monkeypatch.setenv("CXX", name)
+    assert kernel_build.find_compiler() == other
 
 
 @linux

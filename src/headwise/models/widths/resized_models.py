@@ -17,9 +17,10 @@ from typing import Any
 from torch import nn
 
 from headwise.errors import InputError, UnsupportedError
-from headwise.models.gate import Trust, pretrained_model, transformers_library
+from headwise.models.gate import Trust, forget_names_in_files, pretrained_model, quiet, transformers_library
 from headwise.models.widths.head_dimensions import HeadDimensions
 from headwise.models.widths.widened_attention import NAME, attach, attention_sites, register
+from headwise.output_directory import check_unchanged
 
 MODEL_TYPE, ORIGINAL, IMPLEMENTATION = "headwise_widths", "original_model_type", "attn_implementation"
 PREFIX = "Headwise"
@@ -44,6 +45,7 @@ def resized(model: Any, probe: dict[str, Any] | None = None) -> dict[str, nn.Mod
     for site in sites:
         attach(site.module, HeadDimensions(site.heads, site.key_heads, site.key_width, site.inputs))
     if sites:
+        forget_names_in_files(model)
         model.config.__class__ = resized_config(type(model.config))
         model.__class__ = resized_class(type(model))
     return {site.name: site.module for site in sites}
@@ -103,6 +105,8 @@ def resized_class(base: type) -> type:
             if args:
                 raise UnsupportedError(f"{cls.__name__}.from_pretrained takes no arguments for the model's class")
             place = Path(source) if Path(source).is_dir() else str(source)
+            if isinstance(place, Path):
+                check_unchanged(place, ".safetensors")
             model, info = pretrained_model(super(), place, trust, **options)
             if cls.__name__ not in (model.config.architectures or ()):  # the body of a model saved with its head
                 body = f"{model.base_model_prefix}."
@@ -169,9 +173,10 @@ def _register_auto_classes(base: Any, config: Any) -> None:
         if mapping is not None and base in mapping:
             found = mapping[base]
             mapping.register(config, resized_class(found[0] if isinstance(found, tuple) else found), exist_ok=True)
-    for others in (IMAGE_PROCESSOR_MAPPING, PROCESSOR_MAPPING, TOKENIZER_MAPPING):
-        if base in others:
-            others.register(config, others[base], exist_ok=True)
+    with quiet():  # an image processor without torchvision says so
+        for others in (IMAGE_PROCESSOR_MAPPING, PROCESSOR_MAPPING, TOKENIZER_MAPPING):
+            if base in others:
+                others.register(config, others[base], exist_ok=True)
 
 
 def _blank_model(base: type) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.intercept import running_calls
-from headwise.models.run import as_it_was
+from headwise.models.run import as_it_was, run_model
 from headwise.models.widths.head_dimensions import HeadDimensions
 from headwise.operators.masks import Mask
 
@@ -201,15 +201,22 @@ def _inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, Tenso
     return x, context
 
 
-_SITES: list[ResizableSite] | None = None
-_NAMES: dict[int, str] = {}
+class _Probe(threading.local):
+    """What `attention_sites` has found in this thread, and the names of the modules; None: it does not run."""
+
+    sites: list[ResizableSite] | None = None
+    names: dict[int, str]
+
+
+_PROBE = _Probe()
 
 
 def _note_site(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """While `attention_sites` runs a probe: the sizes of the module that makes this call."""
-    if _SITES is None or any(site.module is module for site in _SITES):
+    sites = _PROBE.sites
+    if sites is None or any(site.module is module for site in sites):
         return
-    calls = running_calls(_NAMES, sys._getframe(2))
+    calls = running_calls(_PROBE.names, sys._getframe(2))
     running = next((call for call in calls if call.module is module), None)
     if running is None:
         return
@@ -218,7 +225,7 @@ def _note_site(module: nn.Module, query: Tensor, key: Tensor) -> None:
     except UnsupportedError:
         return
     sizes = (query.shape[1], key.shape[1], query.shape[-1], (x.shape[-1], context.shape[-1]))
-    _SITES.append(ResizableSite(running.name, module, *sizes))
+    sites.append(ResizableSite(running.name, module, *sizes))
 
 
 def attention_sites(model: Any, probe: dict[str, Any] | None = None) -> list[ResizableSite]:
@@ -226,7 +233,6 @@ def attention_sites(model: Any, probe: dict[str, Any] | None = None) -> list[Res
 
     The model is left with `attention` as its implementation, which computes what sdpa does.
     """
-    global _SITES, _NAMES
     register()
     if not model._can_set_attn_implementation():
         raise UnsupportedError(
@@ -241,16 +247,16 @@ def attention_sites(model: Any, probe: dict[str, Any] | None = None) -> list[Res
         )
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    _SITES, _NAMES = [], {id(module): name for name, module in model.named_modules()}
+    _PROBE.sites = found = []
+    _PROBE.names = {id(module): name for name, module in model.named_modules()}
     try:
         with as_it_was(model), torch.no_grad():
-            model(**probe)
-        found = list(_SITES)
+            run_model(model, probe)
     except BaseException:
         model.set_attn_implementation(before)
         raise
     finally:
-        _SITES, _NAMES = None, {}
+        _PROBE.sites, _PROBE.names = None, {}
     if not found:
         model.set_attn_implementation(before)
     return found

@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from headwise.errors import InputError
-from headwise.models.gate import transformers_library
+from headwise.models.gate import quiet, transformers_library
 
 MODEL_TYPE, ORIGINAL = "headwise", "original_model_type"
 
@@ -62,9 +62,10 @@ def _register(base: Any, config: Any) -> None:
         if mapping is not None and base in mapping:
             found = mapping[base]
             mapping.register(config, rewritten_class(found[0] if isinstance(found, tuple) else found), exist_ok=True)
-    for others in (IMAGE_PROCESSOR_MAPPING, PROCESSOR_MAPPING, TOKENIZER_MAPPING):
-        if base in others:
-            others.register(config, others[base], exist_ok=True)
+    with quiet():  # an image processor without torchvision says so
+        for others in (IMAGE_PROCESSOR_MAPPING, PROCESSOR_MAPPING, TOKENIZER_MAPPING):
+            if base in others:
+                others.register(config, others[base], exist_ok=True)
 
 
 def _blank(base: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.errors import UnsupportedError
+from headwise.errors import InputError, UnsupportedError
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.base import AttentionOperator
 from headwise.operators.mask_support import ATTN_BIAS, PAIR_MASK, check_accepts
@@ -20,6 +20,7 @@ from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.replacement.install.mixed_heads import along, padding_last
 from headwise.replacement.kinds import Choice, HeadInputs
+from headwise.shapes import shown
 
 Builder = Callable[..., AttentionOperator]
 """`(q, k, **masks) -> operator`, an nn.Module if it has parameters."""
@@ -89,9 +90,12 @@ class OperatorHeads(nn.Module):
             masks = inputs.mask.arguments()
             check_accepts(self.where, self.choice, masks)
             try:
-                return self.choice(inputs.q * (inputs.scale * math.sqrt(inputs.q.shape[-1])), inputs.k, **masks)
+                built = self.choice(inputs.q * (inputs.scale * math.sqrt(inputs.q.shape[-1])), inputs.k, **masks)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.where}: {error}") from error
+            if not isinstance(built, AttentionOperator):
+                raise InputError(f"{self.where}: {self} must return an AttentionOperator, but returned {shown(built)}")
+            return built
         if self.choice.kind == "softmax":
             return softmax(inputs.q, inputs.k, scale=inputs.scale, **inputs.mask.arguments())
         for kind in (PAIR_MASK, ATTN_BIAS):

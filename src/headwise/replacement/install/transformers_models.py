@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from headwise.errors import InputError, UnsupportedError
-from headwise.models.gate import Trust, pretrained_model
+from headwise.models.gate import Trust, forget_names_in_files, pretrained_model
 from headwise.models.run import OwnHook, as_it_was
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.auto_classes import rewritten_config
@@ -96,6 +96,7 @@ def install(model: Any, plan: Plan) -> nn.Module:
         "beyond": plan.beyond,
         "sites": sites,
     }
+    forget_names_in_files(model)
     model.config.__class__ = rewritten_config(type(model.config))
     model.__class__ = rewritten_class(type(model))
     model.set_attn_implementation(interface.NAME)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from headwise.errors import HeadwiseError, InputError
+from headwise.errors import HeadwiseError, InputError, shown
 from headwise.locks import DirectoryLock
 from headwise.operators._kernels.native import kernel_cache
 from headwise.operators._kernels.native.kernel_cache import BuildRecord
@@ -44,7 +44,11 @@ assert torch.allclose(torch.ops.headwise.self_test(x).double(), x.double().exp()
 
 def find_compiler() -> list[str] | None:
     """The command that starts the compiler, or None."""
-    for command in (shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)):
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # an unclosed quotation
+        chosen = []
+    for command in (chosen, *([name] for name in COMPILERS)):
         found = shutil.which(command[0]) if command else None
         if found is not None:
             return [found, *command[1:]]
@@ -74,6 +78,7 @@ def build(*, force: bool = False) -> BuildRecord:
     compiler = find_compiler() or []
     directory = kernel_cache.make_directory()
     with _lock(directory):
+        _remove_abandoned(directory)
         record = kernel_cache.read_record()
         if not force and record is not None and not is_out_of_date(record):
             return record
@@ -99,6 +104,8 @@ def build(*, force: bool = False) -> BuildRecord:
             reason=reason,
         )
         kernel_cache.write_record(record)
+        if reason is None and kernel_cache.damaged(record):
+            raise InputError(f"{shown(library)} was removed or changed while it was built; build it again")
         return record
 
 
@@ -198,18 +205,19 @@ def _first_line(command: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _workspace(directory: Path) -> Iterator[Path]:
-    """A directory for all that the compiler writes.
-
-    Those of builds that were killed are removed, as the lock is ours: a compiler that still runs cannot write there.
-    """
-    for abandoned in directory.glob(".building-*"):
-        shutil.rmtree(abandoned)
+    """A directory for all that the compiler writes."""
     path = directory / f".building-{os.getpid()}"
     path.mkdir(mode=0o700)
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove what earlier builds left, as the lock is ours: a compiler that still runs cannot write there."""
+    for abandoned in directory.glob(".building-*"):
+        shutil.rmtree(abandoned)
 
 
 @contextlib.contextmanager
