@@ -51,6 +51,8 @@ def call(what: str) -> None:
         sequence_parallel(softmax, exchange="heads")(q[:, :1], q[:, :1])(v[:, :1])
     elif what == "ring":
         sequence_parallel(efficient, exchange="ring")(q, q)(v)
+    elif what == "empty batch":
+        sequence_parallel(softmax)(q[:0], q[:0])(v[:0])
     elif what == "nothing":
         sequence_parallel(softmax)(q[..., :0, :], q[..., :0, :])(v[..., :0, :])
     elif what == "dense":
@@ -71,6 +73,7 @@ MESSAGES = {
     "rotations": (r"pass the same `rotations`",) * 2,
     "heads": (r"1 heads for 2 ranks",) * 2,
     "ring": (r"no ring for Efficient",) * 2,
+    "empty batch": (r"q must be \(\*batch, rows, width\), but has shape \(0, 4, 6, 4\)",) * 2,
     "nothing": (r"0 queries and 0 keys on all ranks",) * 2,
     "dense": (r"entries of P are spread",) * 2,
 }

@@ -299,10 +299,13 @@ def join_processes() -> tuple[int, int]:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes == 1:
         return 0, 1
+    import torch
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     return dist.get_rank(), processes
 
