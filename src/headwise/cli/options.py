@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -308,6 +309,29 @@ def join_processes() -> tuple[int, int]:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     return dist.get_rank(), processes
+
+
+def said_by_another(sentence: str) -> bool:
+    """Whether another process of torchrun says why the run ends, so that a user reads it once.
+
+    Before the processes have joined, all have the same command line, of which the first speaks.  Afterwards the first
+    that fails speaks: others with the same sentence, or that are stopped or have lost a process after it, are silent.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return os.environ.get("RANK", "0") != "0"
+    is_consequence = any(
+        text in sentence for text in ("has ended or hangs", "has ended (see the output", "stopped by SIGTERM")
+    )
+    with contextlib.suppress(Exception):  # the process that has the store has ended
+        store = dist.distributed_c10d._get_default_store()
+        if is_consequence:
+            return store.check(["headwise has failed"])
+        store.add("headwise has failed", 1)
+        return store.add(f"headwise says {sentence}", 1) > 1
+    return False
 
 
 def wait_for_processes(processes: int) -> None:
