@@ -365,6 +365,7 @@ def counted(subject: str, n: int, causal: bool, d: int, heads: int, seed: int = 
         "all": count.bytes(),
         "sockets": after - before,
         "calls": count.calls,
+        "dtypes": {dtype for _, dtype in count.received},
         "formula": 4 * heads * min(formula(whole, d, size).received(size) for formula in formulas),
     }
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from headwise.distributed import Slices, sequence_parallel
+from headwise.distributed.collectives import Ranks
 from headwise.errors import InputError, ShapeError
 from headwise.operators import efficient, hashed, nystrom, softmax, window
 from tests.distributed.pool import Failed, Pool
@@ -89,6 +90,18 @@ def test_every_rank_says_what_is_wrong(two: Pool, what: str) -> None:
         assert name in ("InputError", "ShapeError", "DtypeError", "UnsupportedError"), error
         assert "\n" not in message
         assert re.search(expected, message), message
+
+
+@pytest.mark.parametrize(
+    "backends, device",
+    [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda"), ("xpu:xccl", "xpu")],
+)
+def test_numbers_are_sent_from_where_the_backend_reads(
+    backends: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert Ranks(0, 2).device == torch.device(device)
 
 
 def test_torch_distributed_must_be_initialised() -> None:
