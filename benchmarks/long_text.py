@@ -4,8 +4,8 @@
 
 A Llama of random weights, streaming measures, one thread a process.  Memory is the peak of the process during the
 examination: above what it held before (weights, libraries), and in all; "difference" is the largest relative one of
-any measure of any head from that of one process.  Blocks of 64 kB and more go back to the system at once, so that a peak is what the
-run needs.  On two cores four processes show memory and equality, not speed.
+any measure of any head from that of one process.  Blocks of 64 kB and more go back to the system at once, so that a
+peak is what the run needs.  On two cores four processes show memory and equality, not speed.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 EXAMINE = ["examine", "python:tests.cli.test_several_processes:model", "--spectra-every", "0"]
 LIMIT = 180.0
 
@@ -67,12 +69,14 @@ def test_a_wrong_line_is_said_once() -> None:
     assert "--texts is 0" in said[0]
 
 
+@pytest.mark.slow
 def test_a_missing_model_is_said_once(tmp_path: Path) -> None:
     code, _, said = ended(["examine", str(tmp_path / "nothing"), "-o", str(tmp_path / "out")])
     assert (code, len(said)) == (1, 1), said
     assert not list((tmp_path / "out").glob("*.html"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_said_once(tmp_path: Path) -> None:
     out = tmp_path / "report"
     running = torchrun([*EXAMINE, "-o", str(out), "--quiet"])
