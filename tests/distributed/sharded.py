@@ -225,7 +225,7 @@ class Setting:
     query_lengths: tuple[int, ...] | None = None  # of other queries
     zigzag: bool = False
     causal: bool = False
-    masked: bool = False
+    hidden: str = ""  # keys: "some", "of one rank", "of one text"
     dtype: torch.dtype = torch.float64
     batch: tuple[int, ...] = (2, 4)
     key_heads: int | None = None
@@ -259,7 +259,7 @@ def differences(setting: Setting) -> dict[str, float]:
     )
     pull = torch.randn(*setting.batch, queries.n, setting.values).to(setting.dtype)
     masks: dict[str, Any] = {"causal": True} if setting.causal else {}
-    mask = torch.rand(*setting.batch[:1], *(1,) * (len(setting.batch) - 1), keys.n) < 0.7 if setting.masked else None
+    mask = _mask(setting, keys)
 
     def one_process(dtype: torch.dtype) -> Inputs:
         leaves, learned = (
@@ -295,10 +295,24 @@ def differences(setting: Setting) -> dict[str, float]:
         scale = max(1.0, float(exact[name].abs().amax()), float(sizes.get(name, 0)))
         ratio = _difference(x, cut(name, same[name])) / scale / tolerance
         if ratio > 1 and setting.dtype != torch.float64:
-            allowed = 2 * _difference(same[name], exact[name]) + tolerance * scale
+            # every other rank rounds its part of the gradient of a key or value that it has fetched: half a unit each
+            parts = dist.get_world_size() - 1 if name in ("k", "v") else 0
+            allowed = 2 * _difference(same[name], exact[name]) + tolerance * scale * (1 + parts / 2)
             ratio = _difference(x, cut(name, exact[name])) / allowed
         worst[name] = ratio
     return worst
+
+
+def _mask(setting: Setting, keys: Slices) -> Tensor | None:
+    """(b, 1, n), True = attend: some keys hidden, and all of those that a rank holds, or that a text has."""
+    if not setting.hidden:
+        return None
+    mask = torch.rand(*setting.batch[:1], *(1,) * (len(setting.batch) - 1), keys.n) < 0.7
+    if setting.hidden == "of one rank":
+        mask[..., keys.positions(setting.seed % len(keys.lengths))] = False
+    elif setting.hidden == "of one text":
+        mask[0] = False
+    return mask
 
 
 def _gradient(x: Tensor) -> Tensor:
@@ -351,6 +365,7 @@ def counted(subject: str, n: int, causal: bool, d: int, heads: int, seed: int = 
         "all": count.bytes(),
         "sockets": after - before,
         "calls": count.calls,
+        "dtypes": {dtype for _, dtype in count.received},
         "formula": 4 * heads * min(formula(whole, d, size).received(size) for formula in formulas),
     }
 

@@ -45,7 +45,7 @@ COMMANDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(4))
+@pytest.mark.parametrize("attempt", range(7))
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_others_end_with_a_sentence_and_the_run_resumes(name: str, attempt: int, tmp_path: Path) -> None:
     draw = random.Random(f"{name} {attempt}")

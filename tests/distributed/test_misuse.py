@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from headwise.distributed import Slices, sequence_parallel
+from headwise.distributed.collectives import Ranks
 from headwise.errors import InputError, ShapeError
 from headwise.operators import efficient, hashed, nystrom, softmax, window
 from tests.distributed.pool import Failed, Pool
@@ -51,6 +52,8 @@ def call(what: str) -> None:
         sequence_parallel(softmax, exchange="heads")(q[:, :1], q[:, :1])(v[:, :1])
     elif what == "ring":
         sequence_parallel(efficient, exchange="ring")(q, q)(v)
+    elif what == "empty batch":
+        sequence_parallel(softmax)(q[:0], q[:0])(v[:0])
     elif what == "nothing":
         sequence_parallel(softmax)(q[..., :0, :], q[..., :0, :])(v[..., :0, :])
     elif what == "dense":
@@ -71,6 +74,7 @@ MESSAGES = {
     "rotations": (r"pass the same `rotations`",) * 2,
     "heads": (r"1 heads for 2 ranks",) * 2,
     "ring": (r"no ring for Efficient",) * 2,
+    "empty batch": (r"q must be \(\*batch, rows, width\), but has shape \(0, 4, 6, 4\)",) * 2,
     "nothing": (r"0 queries and 0 keys on all ranks",) * 2,
     "dense": (r"entries of P are spread",) * 2,
 }
@@ -86,6 +90,18 @@ def test_every_rank_says_what_is_wrong(two: Pool, what: str) -> None:
         assert name in ("InputError", "ShapeError", "DtypeError", "UnsupportedError"), error
         assert "\n" not in message
         assert re.search(expected, message), message
+
+
+@pytest.mark.parametrize(
+    "backends, device",
+    [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda"), ("xpu:xccl", "xpu")],
+)
+def test_numbers_are_sent_from_where_the_backend_reads(
+    backends: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert Ranks(0, 2).device == torch.device(device)
 
 
 def test_torch_distributed_must_be_initialised() -> None:

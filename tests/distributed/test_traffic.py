@@ -15,6 +15,9 @@ from tests.distributed.sharded import SUBJECTS, counted
 HEADERS = 800
 """Bytes at most that gloo adds to one collective and peer: headers, and notifications that a buffer is ready."""
 
+NCCL = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8}
+"""Types that collectives on GPUs take; of the collectives themselves, those that are not counted are refused."""
+
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_received_are_those_of_the_formula(size: int, request: pytest.FixtureRequest) -> None:
@@ -26,6 +29,7 @@ def test_bytes_received_are_those_of_the_formula(size: int, request: pytest.Fixt
             found = pool.run(counted, name, 96, causal, 32, 4)
             most = max(rank["counted"] for rank in found)
             assert most == found[0]["formula"], f"{name}, causal={causal}: {most} bytes, not {found[0]['formula']}"
+            assert set().union(*(rank["dtypes"] for rank in found)) <= NCCL, name
             if sys.platform == "linux":
                 for rank in found:
                     extra = rank["sockets"] - rank["all"]

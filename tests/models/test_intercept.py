@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -78,6 +80,25 @@ def test_everything_is_removed_also_after_an_error() -> None:
     assert torch.backends.mha.get_fastpath_enabled() is fast
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert len(seen(model, batch)) == 2  # and it works again
+
+
+def test_operands_are_freed_with_their_call() -> None:
+    """Not when the garbage collector runs: on long texts the calls of all layers would be held at once."""
+    model, batch = ALL["llama"]()
+    seen_before: list[weakref.ref[AttentionCall]] = []
+    alive: list[int] = []
+
+    def see(call: AttentionCall) -> None:
+        alive.append(sum(before() is not None for before in seen_before))
+        seen_before.append(weakref.ref(call.measurable))
+
+    gc.disable()
+    try:
+        with torch.no_grad(), intercept(model.eval(), see):
+            model(**batch)
+    finally:
+        gc.enable()
+    assert alive == [0, 0]
 
 
 def test_a_nested_interception_is_refused() -> None:

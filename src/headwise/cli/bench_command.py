@@ -1,4 +1,4 @@
-"""`headwise bench scaling | peers | fidelity`: measure what attention costs on this machine."""
+"""`headwise bench scaling | peers | fidelity | ranks`: measure what attention costs on this machine."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from headwise.cli.options import (
     is_quiet,
     load,
     nonempty,
+    number,
     whole_number,
 )
 from headwise.cli.tables import print_table
@@ -30,9 +31,12 @@ from headwise.output_directory import OutputDirectory
 from headwise.outputs import json_text
 from headwise.progress import bar
 
+TOKENS, RANKS = (1_000_000, 10_000_000), (8, 64, 1024)
+
 if TYPE_CHECKING:
     from headwise.bench import Fidelity, LayerTimes, Scaling, Timing
     from headwise.bench.kept import Kept
+    from headwise.bench.sharded_cost import ProjectedTime
 
 
 def run(argv: list[str]) -> int:
@@ -42,7 +46,7 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="headwise bench", description="Measure what attention costs on this machine.")
-    commands = parser.add_subparsers(required=True, metavar="scaling | peers | fidelity")
+    commands = parser.add_subparsers(required=True, metavar="scaling | peers | fidelity | ranks")
     scaling = commands.add_parser("scaling", help="every operator over n: time, memory, operations, fitted exponents")
     scaling.add_argument("--operators", nargs="+", type=nonempty, metavar="NAME", help="some operators (default: all)")
     add_output(scaling, default="headwise-bench", help="scaling.json and scaling.svg are written here")
@@ -85,7 +89,30 @@ def _parser() -> argparse.ArgumentParser:
         add_force(part)
         add_json(part)
         part.set_defaults(command=command)
+    _add_ranks(
+        commands.add_parser("ranks", help="one sequence on many processes: measured here, projected to clusters")
+    )
     return parser
+
+
+def _add_ranks(part: argparse.ArgumentParser) -> None:
+    names = "some operators (default: all)"
+    part.add_argument("--operators", nargs="+", type=nonempty, metavar="NAME", help=names)
+    most = "tokens and ranks that are projected to (default: {})"
+    for name, least, largest, default in (("tokens", 1024, 10**9, TOKENS), ("ranks", 2, 1 << 16, RANKS)):
+        given = most.format(" ".join(map(str, default)))
+        part.add_argument(
+            f"--{name}", nargs="+", type=whole_number(least, largest), default=default, metavar="N", help=given
+        )
+    part.add_argument(
+        "--bandwidth", type=number(1e-6), default=25.0, metavar="GB/S", help="into one rank (default: %(default)s)"
+    )
+    part.add_argument(
+        "--latency", type=number(0), default=20.0, metavar="US", help="of one message (default: %(default)s)"
+    )
+    part.add_argument("--quick", action="store_true", help="an eighth of the length, two rounds")
+    add_json(part)
+    part.set_defaults(command=_ranks)
 
 
 @contextlib.contextmanager
@@ -355,3 +382,47 @@ def _timing(x: Timing) -> str:
     if math.isnan(x.median):
         return ""
     return f"{x.median:.3g}" + ("" if math.isnan(x.spread) else f" ± {x.spread:.1g}")
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    from headwise.bench.sharded_cases import sharded_cases
+    from headwise.bench.sharded_cost import Link, as_rows, compared, cores, fitted_costs, projected_times
+    from headwise.bench.sharded_runs import PARTS, run_sharded
+
+    cases, names = sharded_cases(), options.operators
+    for name in names or ():
+        if name not in cases:
+            raise InputError(f"bench: there is no operator {name!r}; there are {'; '.join(cases)}")
+    settings = {"repeats": 2, "shrink": 8} if options.quick else {}
+    runs: dict[int, dict[str, Any]] = {}
+    with bar("measuring", len(PARTS), quiet=is_quiet(options)) as advance:
+        for count, size in enumerate(PARTS, start=1):
+            runs[size] = run_sharded(sharded_cases, size, names=names, **settings)
+            advance(count)
+    costs, link = fitted_costs(cases, runs[1]), Link(options.bandwidth * 1e9, options.latency * 1e-6)
+    rows = compared(cases, costs, runs)
+    projected = projected_times(cases, costs, options.tokens, options.ranks, link)
+    links = {size: found["link"] for size, found in runs.items() if size > 1}
+    if options.json:
+        facts = {"schema": 1, "cores": cores(), "links": links, "rows": as_rows(rows), "stated": asdict(link)}
+        print(json_text({**facts, "projected": as_rows(projected)}))
+        return 0
+    headings = ["operator", "n", "processes", "seconds", "spread", "predicted", "ratio"]
+    cells = [
+        [x.name, f"{x.n}", f"{x.ranks}", f"{x.seconds:.4f}", f"{x.spread:.4f}", f"{x.predicted:.4f}", f"{x.ratio:.2f}"]
+        for x in rows
+    ]
+    print_table(f"Forward and backward on {cores()} cores; fitted to one process", headings, cells)
+    for size, x in links.items():
+        speed = f"{x['latency'] * 1e6:.0f} us a message, {x['bandwidth'] / 1e9:.2f} GB/s"
+        print(f"between {size} processes here: {speed}")
+    columns = [(n, size) for n in options.tokens for size in options.ranks]
+    table = {(x.name, x.n, x.ranks): x for x in projected}
+    cells = [[name, *(_projected(table[name, *column]) for column in columns)] for name in costs]
+    title = f"Projected seconds, and the share of messages: {options.bandwidth:g} GB/s, {options.latency:g} us"
+    print_table(title, ["operator", *(f"{n:.3g}, {size}" for n, size in columns)], cells)
+    return 0
+
+
+def _projected(time: ProjectedTime) -> str:
+    return "" if math.isnan(time.seconds) else f"{time.seconds:.3g} {time.communication / time.seconds:.0%}"

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from headwise import __version__
-from headwise.cli.options import Parser
+from headwise.cli.options import Parser, said_by_another
 from headwise.errors import HeadwiseError, InputError
 
 BUG = 70
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # code that a signal stops halfway fails in its own ways: shutil.rmtree closes a descriptor twice
         code, sentence = _explained(_Stopped(received[0]) if received else error)
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed, too
-        if sentence:
+        if sentence and not said_by_another(sentence):
             print(f"{name}: {_one_line(sentence)}", file=sys.stderr)
     try:
         _flush()

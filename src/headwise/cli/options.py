@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -301,20 +302,25 @@ def join_processes() -> tuple[int, int]:
         return 0, 1
     _from_launcher("RANK", 0, processes - 1)
     _from_launcher("MASTER_PORT", 0, 65535)
+    import torch
     import torch.distributed as dist
 
     if not dist.is_initialized():
         if not os.environ.get("MASTER_ADDR"):
             raise InputError(f"WORLD_SIZE is {processes}, but MASTER_ADDR is not set; {LAUNCH}")
+        has_gpus = torch.cuda.is_available()
+        if has_gpus:
+            torch.cuda.set_device(_from_launcher("LOCAL_RANK", 0) % torch.cuda.device_count())
         try:
-            dist.init_process_group("gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo")
         except (RuntimeError, ValueError) as error:
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise InputError(f"cannot join the other {processes - 1} processes: {reason[:200]}; {LAUNCH}") from error
+            raise InputError(f"{NOT_JOINED} {processes - 1} processes: {reason[:200]}; {LAUNCH}") from error
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     return dist.get_rank(), processes
 
 
+NOT_JOINED = "cannot join the other"
 LAUNCH = "start several processes with torchrun, or unset WORLD_SIZE for one"
 
 
@@ -327,6 +333,30 @@ def _from_launcher(name: str, least: int, most: int = 1_000_000) -> int:
         what = f"is {given[:40]!r}" if given else "is not set"
         raise InputError(f"{name} {what}, but must be a whole number from {least} to {most}; {LAUNCH}")
     return int(given)
+
+
+def said_by_another(sentence: str) -> bool:
+    """Whether another process of torchrun says why the run ends, so that a user reads it once.
+
+    Before the processes have joined, all have the same command line, of which the first speaks.  Afterwards the first
+    that fails speaks: others with the same sentence, or that are stopped or have lost a process after it, are silent.
+    """
+    size, rank = (os.environ.get(name, "").strip()[:20] for name in ("WORLD_SIZE", "RANK"))
+    if not (size.isdecimal() and rank.isdecimal() and int(rank) < int(size) > 1):
+        return False  # one process, or nonsense to complain of
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return int(rank) > 0 and not sentence.startswith(NOT_JOINED)
+    is_consequence = any(
+        text in sentence for text in ("has ended or hangs", "has ended (see the output", "stopped by SIGTERM")
+    )
+    with contextlib.suppress(Exception):  # the process that has the store has ended
+        store = dist.distributed_c10d._get_default_store()
+        if is_consequence:
+            return store.check(["headwise has failed"])
+        store.add("headwise has failed", 1)
+        return store.add(f"headwise says {sentence}", 1) > 1
+    return False
 
 
 def wait_for_processes(processes: int) -> None:

@@ -66,6 +66,12 @@ class Ranks:
             raise InputError("sequence_parallel: its process group was destroyed; make another builder for a new one")
         return group
 
+    @property
+    def device(self) -> torch.device:
+        """Where numbers are that this group sends: the CPU, but for groups that have a backend for GPUs only."""
+        backends = dist.get_backend_config(self.group)  # cpu:gloo,cuda:nccl
+        return torch.device("cpu") if "cpu:" in backends else torch.device(backends.partition(":")[0])
+
     def introduced(self) -> Ranks:
         """The same, knowing the host and process of every rank, so that an error can name one that has ended."""
         found: list[Any] = [None] * self.size

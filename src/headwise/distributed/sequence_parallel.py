@@ -310,7 +310,7 @@ def _agree(said: str, ranks: Ranks, *tensors: Tensor | None) -> list[list[int]]:
 
     8 bytes from every other rank, and 8 for each tensor.
     """
-    device = next((x.device for x in tensors if x is not None), _device(ranks))
+    device = next((x.device for x in tensors if x is not None), ranks.device)
     digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")
     rows = [0 if x is None or x.dim() < 2 else x.shape[-2] for x in tensors]
     own = torch.tensor([digest, *rows], dtype=torch.int64, device=device)
@@ -327,15 +327,6 @@ def _agree(said: str, ranks: Ranks, *tensors: Tensor | None) -> list[list[int]]:
                 f"{other} has {sayings[other]}"
             )
     return [rows for _, *rows in found]
-
-
-def _device(ranks: Ranks) -> torch.device:
-    """Where collectives of this group read from."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend(ranks.group) == "nccl"
-        else torch.device("cpu")
-    )
 
 
 def _kind(x: Tensor) -> str:

@@ -105,7 +105,8 @@ class Slices:
 def fetch(tensors: Sequence[Tensor], held: Slices, wanted: Callable[[int], Tensor], ranks: Ranks) -> list[Tensor]:
     """Rows at the positions wanted(rank), which every rank knows of every other, of tensors (*batch, n, c).
 
-    One exchange for all tensors, which must share their dtype; their batch axes may differ.
+    One exchange for all tensors, which must share their dtype; their batch axes may differ.  Rows are sent in that
+    dtype; gradients of a row that several ranks want are added in float32 or better, and rounded once.
     """
     own, n = wanted(ranks.rank), held.lengths[ranks.rank]
     owners, rows = held.locate(own)
@@ -118,13 +119,17 @@ def fetch(tensors: Sequence[Tensor], held: Slices, wanted: Callable[[int], Tenso
         owner, row = held.locate(wanted(rank) if rank != ranks.rank else own[:0])
         sent.append(row[owner == ranks.rank])
     device = tensors[0].device
-    given = [x.index_select(-2, torch.cat(sent).to(device)).movedim(-2, 0) for x in tensors]
+    dtype = tensors[0].dtype
+    tensors = [x.to(torch.promote_types(dtype, torch.float32)) if x.is_floating_point() else x for x in tensors]
+    given = [x.index_select(-2, torch.cat(sent).to(device)).to(dtype).movedim(-2, 0) for x in tensors]
     sizes = [x.shape[1:].numel() for x in given]
     flat = torch.cat([x.reshape(x.shape[0], size) for x, size in zip(given, sizes, strict=True)], dim=1)
     parts = exchange(flat, [len(row) for row in sent], receive, ranks).split(sizes, dim=1)
     got = [y.reshape(y.shape[0], *x.shape[1:]).movedim(0, -2) for x, y in zip(given, parts, strict=True)]
     index = rows.to(device)
-    return [torch.cat([x, y], dim=-2).index_select(-2, index) for x, y in zip(tensors, got, strict=True)]
+    return [
+        torch.cat([x, y.to(x)], dim=-2).index_select(-2, index).to(dtype) for x, y in zip(tensors, got, strict=True)
+    ]
 
 
 def fetch_mask(mask: Tensor | None, held: Slices, wanted: Callable[[int], Tensor], ranks: Ranks) -> Tensor | None:

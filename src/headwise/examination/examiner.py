@@ -246,7 +246,7 @@ def load_measurements(path: Path, run: str) -> list[Measurement] | None:
 
 def all_have(stored: object, ranks: Ranks) -> bool:
     """Whether no process lacks it: a result that only some have is measured again, by all."""
-    missing = torch.tensor([float(stored is None)])
+    missing = torch.tensor([float(stored is None)], device=ranks.device)
     return largest(missing, ranks).item() == 0
 
 

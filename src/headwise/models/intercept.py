@@ -20,7 +20,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -119,7 +118,7 @@ class AttentionCall:
     def causal(self) -> bool:
         return self.mask.hides_later_keys()
 
-    @cached_property
+    @property  # cached, a call that is its own result would keep its operands until the garbage collector runs
     def measurable(self) -> AttentionCall:
         """The same call on the CPU and in float32 or float64, whatever device and precision the model runs in."""
         precise = torch.promote_types(self.q.dtype, torch.float32)
@@ -181,7 +180,8 @@ class AttentionMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.latest: tuple[tuple, dict] = (), {}  # arguments of the latest attention call
+        self.latest: tuple[tuple, dict] | None = None  # arguments of the latest call inside of multi_head_attention
+        self.is_inside = False
 
     @abstractmethod
     def attend(self, function: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
@@ -191,7 +191,8 @@ class AttentionMode(TorchFunctionMode):
         """Called by torch instead of `func`; what is called in here does not come back to this mode."""
         kwargs = kwargs or {}
         if func in ATTENTION:
-            self.latest = args, kwargs
+            if self.is_inside:
+                self.latest = args, kwargs
             return self.attend(func, args, kwargs)
         if func is MULTI_HEAD_ATTENTION or func is F.multi_head_attention_forward:
             return self.multi_head_attention(args, kwargs)
@@ -202,11 +203,13 @@ class AttentionMode(TorchFunctionMode):
         # a copy of the function that does not ask for modes, so that its body can run inside this one
         body = FunctionType(MULTI_HEAD_ATTENTION.__code__, {**vars(F), "has_torch_function": lambda tensors: False})
         body.__kwdefaults__, body.__defaults__ = MULTI_HEAD_ATTENTION.__kwdefaults__, MULTI_HEAD_ATTENTION.__defaults__
+        self.is_inside = kwargs.get("need_weights", True)
         with self:
             out, _ = body(*args, **{**kwargs, "need_weights": False})
-        if not kwargs.get("need_weights", True):
+        self.is_inside, latest, self.latest = False, self.latest, None
+        if latest is None:
             return out, None
-        q, k, _, mask, scale = read_sdpa(*self.latest[0], **self.latest[1])
+        q, k, _, mask, scale = read_sdpa(*latest[0], **latest[1])
         weights = Softmax(Scores(q, k, scale, mask)).dense().to(q.dtype)
         weights = weights.mean(1) if kwargs.get("average_attn_weights", True) else weights
         return out, weights.squeeze(0) if args[0].dim() == 2 else weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import re
 import threading
 from collections import Counter
@@ -40,6 +41,16 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
         raise InputError(
             f"{type(model).__name__} does not run on the batch {shapes}: {type(error).__name__}: {first}"
         ) from error
+
+
+def without_cache(model: nn.Module, batch: Batch) -> Batch:
+    """The batch with use_cache=False for a model that would keep keys and values."""
+    caching = getattr(getattr(model, "config", None), "use_cache", None)
+    if not caching or not isinstance(batch, Mapping) or "use_cache" in batch:
+        return batch
+    accepted = inspect.signature(model.forward).parameters
+    takes = "use_cache" in accepted or any(x.kind is x.VAR_KEYWORD for x in accepted.values())
+    return {**batch, "use_cache": False} if takes else batch
 
 
 def check_batch(batch: Batch) -> list[tuple[str, Tensor]]:

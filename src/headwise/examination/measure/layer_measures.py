@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def layer_measures(x: Tensor, ranks: Ranks | None = None) -> dict[str, float]:
     parts = x.split(max(1, SERIAL_ENTRIES // width))
     total = sum((part.double().sum(-2) for part in parts), start=torch.zeros(width, dtype=torch.float64))
     if ranks is not None:
-        total, count = summed(torch.cat([total, torch.tensor([n], dtype=torch.float64)]), ranks).split([width, 1])
+        total, count = _of_all(summed, torch.cat([total, total.new_tensor([n])]), ranks).split([width, 1])
         n = int(count.item())
     mean = total / n
     columns, unit = torch.zeros(2, width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
@@ -39,9 +40,9 @@ def layer_measures(x: Tensor, ranks: Ranks | None = None) -> dict[str, float]:
             columns[i] += sizes.sum(-2)
             highest[i] = max(highest[i], sizes.sum(-1).amax().item())
     if ranks is not None:
-        columns, unit = summed(columns, ranks), summed(unit, ranks)
-        squares = summed(torch.tensor(squares, dtype=torch.float64), ranks).tolist()
-        highest = largest(torch.tensor(highest, dtype=torch.float64), ranks).tolist()
+        columns, unit = _of_all(summed, columns, ranks), _of_all(summed, unit, ranks)
+        squares = _of_all(summed, unit.new_tensor(squares), ranks).tolist()
+        highest = _of_all(largest, unit.new_tensor(highest), ranks).tolist()
     one_norms = columns.amax(-1).tolist()
     composite = [math.sqrt(one) * math.sqrt(infinity) for one, infinity in zip(one_norms, highest, strict=True)]
     return {
@@ -50,3 +51,8 @@ def layer_measures(x: Tensor, ranks: Ranks | None = None) -> dict[str, float]:
         "mean_cosine": (unit.square().sum().item() - n) / max(1, n * (n - 1)),
         "norm": math.sqrt(squares[0] / n),
     }
+
+
+def _of_all(combine: Callable[[Tensor, Ranks], Tensor], x: Tensor, ranks: Ranks) -> Tensor:
+    """x of this process combined with that of the others, on the CPU as x is."""
+    return combine(x.to(ranks.device), ranks).cpu()

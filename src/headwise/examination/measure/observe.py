@@ -35,7 +35,7 @@ from headwise.examination.measure.token_patterns import (
 from headwise.examination.measure.windows import over_windows
 from headwise.models.fingerprint import batch_hash
 from headwise.models.intercept import AttentionCall, four_axes, intercept, nothing_seen
-from headwise.models.run import Batch, OwnHook, SequenceLayout, blocks_of, hidden_states, run_model
+from headwise.models.run import Batch, OwnHook, SequenceLayout, blocks_of, hidden_states, run_model, without_cache
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.masks import Mask
@@ -162,7 +162,8 @@ def observe(
         if outputs:
             query = args[0] if args else kwargs["query"]
             known = torch.stack(outputs) if len(outputs) > 1 else outputs[0]
-            known = (known if shard is None else shard.rows(known).to(query)).reshape(*query.shape[:-1], -1)
+            known = known if shard is None else shard.rows(known.to(query.device)).to(query)
+            known = known.reshape(*query.shape[:-1], -1)
             outputs.clear()
         else:
             known = attention(*args, **kwargs)
@@ -181,7 +182,7 @@ def observe(
         _output_projections(model, unprojected, answered, shard),
         intercept(model, see, answer=answer),
     ):
-        run_model(model, batch if shard is None else shard.own)
+        run_model(model, without_cache(model, batch if shard is None else shard.own))
     if not by_sequence:
         raise nothing_seen(model)
     if shard is not None:
@@ -342,6 +343,7 @@ def _output_projections(
             h, d = answered[0].shape[1], answered[0].shape[-1]
             if args[0].shape[-1] == h * d == weight.shape[0] and _is_merged(args[0], answered[0]):
                 _project(unprojected, weight, shard)
+                answered.clear()
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():

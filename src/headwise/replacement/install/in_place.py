@@ -111,7 +111,7 @@ class _Scope(nn.Module):
         mode = _Answers(self.headwise)
         with mode:
             out = super().forward(*args, **kwargs)
-        if not mode.latest[0] and not mode.latest[1]:
+        if not mode.has_answered:
             raise nothing_seen(self)
         return out
 
@@ -121,9 +121,10 @@ class _Answers(AttentionMode):
 
     def __init__(self, heads: OperatorHeads) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.has_answered = heads, False
 
     def attend(self, function: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
+        self.has_answered = True
         q, k, v, mask, scale = read_sdpa(*args, **kwargs)
         dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         out, _ = self.heads(q, k, v, mask, scale=scale, dropout=dropout)

@@ -9,7 +9,6 @@ The divergence is the expected increase of the loss if the model is right, and h
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.models.intercept import intercept, read_sdpa
-from headwise.models.run import OwnHook, run_model
+from headwise.models.run import OwnHook, run_model, without_cache
 
 Replacement = Callable[..., Tensor]
 """(q, k, v, key_mask=, causal=, scale=) -> output of a site, such as MixedHeads."""
@@ -169,16 +168,6 @@ def run_with(model: nn.Module, batch: Any, answer: Answer, replacements: Mapping
 
     with torch.no_grad(), intercept(model, answer=attend):
         return answer.run(model, batch)
-
-
-def without_cache(model: nn.Module, batch: Any) -> Any:
-    """The batch with use_cache=False for a model that would keep keys and values."""
-    caching = getattr(getattr(model, "config", None), "use_cache", None)
-    if not caching or not isinstance(batch, Mapping) or "use_cache" in batch:
-        return batch
-    accepted = inspect.signature(model.forward).parameters
-    takes = "use_cache" in accepted or any(x.kind is x.VAR_KEYWORD for x in accepted.values())
-    return {**batch, "use_cache": False} if takes else batch
 
 
 def _tensor(output: Any, names: Sequence[str]) -> Tensor:

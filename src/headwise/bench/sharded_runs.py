@@ -1,0 +1,149 @@
+"""Steps on 1, 2 and 4 processes of this machine: seconds, memory, and the bytes that every rank receives.
+
+seconds   median of the wall-clock times of forward and backward, the slowest rank of each
+busy      median of the processor times, the busiest rank of each: what falls with more cores than a machine has
+memory    peak resident memory of a rank above what it held before the step, its slices
+received  bytes by a rank in one forward pass, counted at the collectives
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # before the process group, whose threads it would keep beyond its end
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from headwise.bench.sharded_cases import ShardedCase
+from headwise.distributed import CountedTraffic
+
+MakeCases = Callable[[], Mapping[str, ShardedCase]]
+"""A function of a module, which other processes can import."""
+
+PARTS = (1, 2, 4)
+"""One process also takes these parts of the length, for what a step of it costs at the lengths of slices."""
+
+
+def run_sharded(
+    make: MakeCases, size: int, *, repeats: int = 5, shrink: int = 1, names: list[str] | None = None
+) -> dict[str, Any]:
+    """{"link": …, name: {"n", "seconds", "busy", "received", …}} of `size` processes, one thread each.
+
+    shrink   the part of each case's length
+    """
+    return _spawned(make, size, repeats, shrink, names)
+
+
+def run_memory(make: MakeCases, size: int, *, shrink: int = 1) -> dict[str, int]:
+    """Peak bytes of the rank that needs most: blocks of 64 kB and more go back to the system at once, which is slow."""
+    with _environment("MALLOC_MMAP_THRESHOLD_", str(1 << 16)):
+        found = _spawned(make, size, 0, shrink, None)
+    return {name: x["memory"] for name, x in found.items() if name != "link"}
+
+
+def _spawned(make: MakeCases, size: int, repeats: int, shrink: int, names: list[str] | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/found.json"
+        spawn(_serve, (make, size, f"{folder}/meeting", out, repeats, shrink, names), nprocs=size)
+        return json.loads(Path(out).read_text())
+
+
+def _serve(
+    rank: int, make: MakeCases, size: int, meeting: str, out: str, repeats: int, shrink: int, names: list[str] | None
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    found: dict[str, Any] = {"link": _link() if repeats else {}}
+    for name, case in make().items():
+        if names is None or name in names:
+            found[name] = _measure(case, case.n // shrink, rank, size, repeats)
+            if size == 1 and repeats:
+                lengths = [case.n // shrink // part for part in PARTS]
+                found[name]["alone"] = [[n, _measure(case, n, rank, size, repeats)["busy"]] for n in lengths]
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.barrier()  # no connection is closed while another rank still reads from it
+    dist.destroy_process_group()
+
+
+def _measure(case: ShardedCase, n: int, rank: int, size: int, repeats: int) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    forward, leaves = case.prepare(case.slices(n, size), rank)
+
+    def step() -> None:
+        forward().sum().backward()
+        for leaf in leaves:
+            leaf.grad = None
+
+    step()
+    forget_peak()
+    before = peak()
+    step()
+    memory = peak() - before
+    times = []
+    for _ in range(max(1, repeats)):
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        step()
+        slowest = torch.tensor([time.perf_counter() - start, time.process_time() - used]).double()
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        times.append(slowest.tolist())
+    seconds, busy = zip(*times, strict=True)
+    with CountedTraffic() as count, torch.no_grad():
+        forward()
+    most = torch.tensor([memory, count.bytes(torch.float32)]).double()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    found = {"n": n, "seconds": statistics.median(seconds), "spread": max(seconds) - min(seconds)}
+    return {**found, "busy": statistics.median(busy), "memory": most[0].item(), "received": most[1].item()}
+
+
+def _link() -> dict[str, float]:
+    """Seconds for the smallest message, and bytes a second into one rank, while all ranks send."""
+    size = dist.get_world_size()
+
+    def timed(x: torch.Tensor, count: int) -> float:
+        out = torch.empty_like(x)
+        times = []
+        for _ in range(count):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_to_all_single(out, x)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    small, large = timed(torch.zeros(size), 50), timed(torch.zeros(size << 18), 9)
+    return {"latency": small, "bandwidth": max(1, (size - 1) << 20) / max(large - small, 1e-9)}
+
+
+def peak() -> int:
+    """The largest resident memory of this process since `forget_peak`, in bytes; 0 where Linux does not say."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return 0
+
+
+def forget_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
