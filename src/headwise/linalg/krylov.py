@@ -5,9 +5,9 @@ From a Gaussian block V_1 the bases of `bidiagonal` grow by a block a step.  In 
     values_i = sigma_i([B C]) <= sigma_i(P)                                  always (interlacing), up to rounding
     sigma_i(P) <= values_i + errors_i         but for a probability of 1e-9 over the random blocks (`error_bounds`)
 
-The second line costs `certificate` further steps, which bound ||D||, and a product of D with the newest block; the bound
-is then the quadratic residual bound ||r||^2 / gap for all values at once, with their indices, and the least that holds
-for every such D.
+The second line costs `certificate` further steps, which bound ||D||, and a product of D with the newest block; the
+bound is then the quadratic residual bound ||r||^2 / gap for all values at once, with their indices, and the least that
+holds for every such D.
 `residuals` is weaker and needs no further product: for unit u, v some singular value of P lies within
 sqrt((||P v - s u||^2 + ||P^T u - s v||^2) / 2) of s (Weyl, on [[0, P], [P^T, 0]]).
 
@@ -42,6 +42,7 @@ CERTIFICATE = 3
 
 GUESS = 1.2
 """Factor on the norm of the newest block, below which ||D|| is expected before anything is spent on bounding it."""
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -236,7 +237,7 @@ def _bounded(
     delta: Tensor,
     gram: Tensor | None,
 ) -> Spectrum:
-    """The first r values with their bounds, where ||D|| <= delta, and `gram` is known of D on the newest block if given.
+    """The first r values with their bounds, where ||D|| <= delta; `gram` is that of D on the newest block, if known.
 
     Rounding is taken for a perturbation of P of at most `floor`: all of the above holds for the perturbed P, whose
     singular values are within `floor` of those of P (Weyl).

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise.operators import efficient, fixed, hashed, near_far, projected, softmax, strided, window
 from headwise.operators._kernels import native
@@ -125,3 +126,20 @@ def test_grouped_queries_of_another_length(m: int, n: int, dtype: torch.dtype) -
     for name in ("softmax", "window"):
         for causal in (False, True):
             compare(name, q, k, v, wanted=(2,) if n == 1 else (0, 1, 2), causal=causal, key_mask=keep)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", BUILDS)
+def test_second_derivatives(name: str, dtype: torch.dtype) -> None:
+    def second(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        q, k, v = leaves = [x.detach().requires_grad_() for x in tensors]
+        first = torch.autograd.grad(BUILDS[name](q, k)(v).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad([x.square().sum() for x in first], leaves)
+
+    tensors = inputs(dtype=dtype)
+    fast = second(tensors)
+    # torch's fused attention has no second derivative
+    with native.switched("off"), sdpa_kernel(SDPBackend.MATH):
+        slow = second([x.double() for x in tensors])
+    for a, b in zip(fast, slow, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2 * TOLERANCES[dtype] * b.abs().max().item())

@@ -69,7 +69,10 @@ class HashedAttention:
         return backward(pull, q, k, v, mask, order_q, order_k, out, top, total, *self._numbers)
 
     def plain(self, *tensors: Tensor) -> Tensor:
-        return self.by_torch(*tensors, run=lambda rounds, *x: rounds.plain(*x))
+        # in at least single precision: half precision has no score as low as that of a masked key
+        compute = torch.promote_types(tensors[2].dtype, torch.float32)
+        wide = [x.to(compute) if x.is_floating_point() else x for x in tensors]
+        return self.by_torch(*wide, run=lambda rounds, *x: rounds.plain(*x)).to(tensors[2].dtype)
 
     def by_torch(self, *tensors: Tensor, run: Callable[..., Tensor] = autograd_functions.run) -> Tensor:
         """The same, by torch's calls."""

@@ -138,7 +138,7 @@ def _causal_pieces(n: int, width: int, leading: int, block: int, r: int, device:
 
 
 def _earlier_slots(n: int, block: int, r: int, device: torch.device) -> list[Piece]:
-    """All queries against all slots under a mask: of a symbolic n, the sizes of `summary_pieces` take minutes to trace."""
+    """All queries against all slots under a mask: for a symbolic n, `summary_pieces` take minutes to trace."""
     visible = (n - 1) // block
     if not visible:
         return []
