@@ -4,13 +4,15 @@
     python -m benchmarks.sparse_kernels --quick          n <= 512, three rounds
     python -m benchmarks.sparse_kernels --only mixed     one of the tables
     python -m benchmarks.sparse_kernels --flex           flex_attention under torch.compile too (forward only)
+    python -m benchmarks.sparse_kernels --plan DIR       the layers of all-MiniLM-L6-v2 under a plan of `headwise plan`
 
 Each figure is (processor time of a call) / (that of exact attention) on one thread, operators built anew in every call;
 the median over rounds in which all calls take turns.  Exact attention is torch's fused call, with the quartiles, and
 after "|" ours with kernels, which is faster.  "kernels" and "torch" are the two paths of the same call.  Beside them
 are the simplest competitors: torch's fused attention with the pattern as a mask, and the two-line formula with that
 mask.  The mixed layer has the kinds that plans for all-MiniLM-L6-v2 choose at a drift of .05, in an order that makes no
-two neighbours alike.
+two neighbours alike.  With --plan, every layer has the operators and learned tensors of that plan, and q, k and v of a
+text of the planned length; the last row is all layers one after the other.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +32,18 @@ from torch import Tensor
 from headwise.bench import forward_and_backward
 from headwise.bench.clock import Call
 from headwise.cli.tables import print_table
+from headwise.models.inputs import text_input
+from headwise.models.intercept import intercept
+from headwise.models.load import load_model
+from headwise.models.run import run_model
 from headwise.operators import fixed, near_far, softmax, strided, window
 from headwise.operators._kernels import native
 from headwise.operators._kernels.key_patterns import KeyPattern, attend
-from headwise.replacement import Choice, MixedHeads
+from headwise.replacement import Choice, MixedHeads, Plan
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Times = dict[str, list[float]]
+P = ParamSpec("P")
 FUSED, TILES = "exact, torch", "exact, kernels"
 
 
@@ -68,10 +77,10 @@ def inputs(h: int, n: int, d: int) -> list[Tensor]:
     return [torch.randn(1, n, h, d, generator=generator).transpose(1, 2) for _ in range(3)]
 
 
-def with_kernels(call: Attention, mode: str) -> Attention:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def with_kernels(call: Callable[P, Tensor], mode: str) -> Callable[P, Tensor]:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         with native.switched(mode):
-            return call(q, k, v)
+            return call(*args, **kwargs)
 
     return run
 
@@ -85,6 +94,47 @@ def flex(mask: Tensor, n: int) -> Attention:
 
     blocks = create_block_mask(lambda b, h, i, j: mask[i, j], None, None, n, n, device="cpu")
     return torch.compile(partial(flex_attention, block_mask=blocks))
+
+
+def captured(name: str, length: int) -> dict[str, list[Tensor]]:
+    """q, k and v of every attention call of a model that reads one text."""
+    loaded, found = load_model(name), {}
+    with torch.no_grad(), intercept(loaded.model, lambda call: found.update({call.site: [call.q, call.k, call.v]})):
+        run_model(loaded.model, text_input(loaded, None, length=length, texts=1).batches[0])
+    return found
+
+
+def planned(directory: str, rounds: int) -> list[list[str]]:
+    """Attention of every layer that a plan for MiniLM changes, and of all of them one after the other."""
+    plan = Plan.load(directory)
+    found, layers = [], []
+    for site, (q, k, v) in captured("minilm", plan.length).items():
+        if site in plan.sites:
+            heads = plan.mixed_heads(site)
+            layers.append((heads, q, k, v))
+            kinds = ", ".join(f"{count} {name}" for name, count in Counter(x.kind for x in heads.choices).items())
+            found.append((f"{site}: {kinds}", [layers[-1]]))
+
+    def calls(some: Sequence[tuple[MixedHeads, Tensor, Tensor, Tensor]]) -> dict[str, Call]:
+        def each(call: Callable[[MixedHeads, Tensor, Tensor, Tensor], Tensor]) -> Call:
+            return lambda: [call(*layer) for layer in some][-1]
+
+        def ours(heads: MixedHeads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return heads(q, k, v, scale=q.shape[-1] ** -0.5)
+
+        return {
+            FUSED: each(lambda heads, q, k, v: F.scaled_dot_product_attention(q, k, v)),
+            TILES: with_kernels(each(lambda heads, q, k, v: softmax(q, k)(v)), "build"),
+            "kernels": with_kernels(each(ours), "build"),
+            "torch": with_kernels(each(ours), "off"),
+        }
+
+    table = []
+    with torch.no_grad():
+        for name, some in [*found, (f"all {len(layers)} layers", layers)]:
+            times = in_turns(calls(some), rounds)
+            table += [[name, str(plan.length), x, ratios(times, x)] for x in (TILES, "kernels", "torch")]
+    return table
 
 
 def rows(
@@ -230,16 +280,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="n <= 512, three rounds")
     parser.add_argument("--only", choices=tuple(TABLES), help="one table")
     parser.add_argument("--flex", action="store_true", help="flex_attention under torch.compile too")
+    parser.add_argument("--plan", metavar="DIR", help="a plan for all-MiniLM-L6-v2 instead of the tables")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     with native.switched("build"):
         if not native.LIBRARY.ready():
             parser.error(f"the kernels cannot be used: {native.LIBRARY.reason}")
+    headings = ["what", "n", "path", "forward", "forward and backward"]
+    if options.plan:
+        title = "The layers of a plan for all-MiniLM-L6-v2: time over exact attention"
+        print_table(title, headings[:-1], planned(options.plan, 3 if options.quick else 41))
+        return
     for name, (title, measure) in TABLES.items():
         if options.only in (None, name):
-            print_table(
-                title, ["what", "n", "path", "forward", "forward and backward"], measure(options.quick, options.flex)
-            )
+            print_table(title, headings, measure(options.quick, options.flex))
 
 
 if __name__ == "__main__":

@@ -16,15 +16,19 @@ from headwise.linalg.error_bounds import FAILURE, _least_overlap, ceilings, rema
 from tests.linalg.matrices import attention, maps
 
 
-def upper(top: Tensor, delta: Tensor) -> Tensor:
-    """Bounds of sigma_i([[B, C], [0, D]]) for [B C] = top and ||D|| <= delta."""
+def upper(top: Tensor, delta: Tensor, gram: Tensor | None = None) -> Tensor:
+    """Bounds of sigma_i([[B, C], [0, D]]) for [B C] = top, ||D|| <= delta, and the Gram matrix of D's first columns."""
     x, values, _ = torch.linalg.svd(top, full_matrices=False)
     f = x.mT @ top[..., top.shape[-2] :]
-    return ceilings(values, f @ f.mT, delta).sqrt()
+    gram = delta.square() * torch.eye(f.shape[-1], dtype=f.dtype) if gram is None else gram
+    return ceilings(values, f, delta, gram).sqrt()
 
 
 def with_remainder(top: Tensor, d: Tensor) -> Tensor:
-    return torch.cat([top, torch.cat([torch.zeros(len(d), top.shape[0], dtype=top.dtype), d], 1)])
+    """[[B, C, 0], [0, D]]: C meets the first columns of D."""
+    b = top.shape[1] - top.shape[0]
+    above = torch.cat([top, top.new_zeros(len(top), d.shape[1] - b)], 1)
+    return torch.cat([above, torch.cat([top.new_zeros(len(d), len(top)), d], 1)])
 
 
 @given(seed=st.integers(0, 10_000), s=st.integers(2, 12), b=st.integers(1, 4), ratio=st.floats(0.01, 1.5))
@@ -32,20 +36,29 @@ def test_bounds_hold_for_every_remainder_of_known_norm(seed: int, s: int, b: int
     g = torch.Generator().manual_seed(seed)
     top = torch.randn(s, s + b, generator=g, dtype=torch.float64)
     delta = ratio * torch.linalg.matrix_norm(top, 2)
-    d = torch.randn(b + 3, b, generator=g, dtype=torch.float64)
-    true = torch.linalg.svdvals(with_remainder(top, d * delta / torch.linalg.matrix_norm(d, 2)))
-    assert (true[:s] <= upper(top, delta)).all()
+    d = torch.randn(b + 3, b + 2, generator=g, dtype=torch.float64)
+    d[:, :b] *= 2 * torch.rand((), generator=g)
+    d *= delta / torch.linalg.matrix_norm(d, 2)
+    true, gram = torch.linalg.svdvals(with_remainder(top, d))[:s], d[:, :b].mT @ d[:, :b]
+    assert (true <= upper(top, delta)).all()
+    assert (true <= upper(top, delta, gram)).all()
+    assert (upper(top, delta, gram) <= upper(top, delta) * (1 + 1e-12)).all()
 
 
 @given(seed=st.integers(0, 10_000), s=st.integers(3, 12), b=st.integers(1, 4), ratio=st.floats(0.2, 0.9))
-def test_bounds_are_attained_by_a_multiple_of_an_isometry(seed: int, s: int, b: int, ratio: float) -> None:
+def test_bounds_are_attained_by_a_multiple_of_a_partial_isometry(seed: int, s: int, b: int, ratio: float) -> None:
     """So that nothing but further products with P can give smaller ones.  The slack is the grid of levels."""
     g = torch.Generator().manual_seed(seed)
     top = torch.randn(s, s + b, generator=g, dtype=torch.float64)
     values = torch.linalg.svdvals(top)
     delta = ratio * values[0]
-    true = torch.linalg.svdvals(with_remainder(top, delta * torch.eye(b, dtype=torch.float64)))
-    excess, stated = true[0].square() - values[0].square(), upper(top, delta)[0].square() - values[0].square()
+    # D = delta [W, sqrt(1 - W^2)]: rows are orthogonal and as long as can be, the first b columns have any Gram matrix
+    share = torch.rand(b, generator=g, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(b, b, generator=g, dtype=torch.float64)).Q
+    d = delta * turn @ torch.cat([torch.diag(share.sqrt()) @ turn.mT, torch.diag((1 - share).sqrt())], 1)
+    gram = d[:, :b].mT @ d[:, :b]
+    true = torch.linalg.svdvals(with_remainder(top, d))
+    excess, stated = true[0].square() - values[0].square(), upper(top, delta, gram)[0].square() - values[0].square()
     assert excess <= stated
     # between two levels the bound is at most that of the next one, which is less than twice as far from delta^2
     assert stated <= 2.1 * excess + 1e-9 * values[0].square()

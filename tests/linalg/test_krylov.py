@@ -121,12 +121,26 @@ def test_the_operator_is_applied_to_blocks_only() -> None:
         return p.mT @ u
 
     singular_values(apply, adjoint, p.shape, 5, like=p, block=8, steps=6)
-    assert widths == [("apply", 8), ("adjoint", 8)] * (6 + 3)
+    step = [("apply", 8), ("adjoint", 8)]
+    assert widths == 6 * step + [("apply", 8)] + 3 * step
     widths.clear()
     free = singular_values(apply, adjoint, p.shape, 5, like=p, block=8, steps=6, certificate=0)
-    assert widths == [("apply", 8), ("adjoint", 8)] * 6
+    assert widths == 6 * step
     assert free.errors.isinf().all()
     assert free.residuals.isfinite().all()
+
+
+@pytest.mark.parametrize("kind, sharpness", [("plain", 2.0), ("plain", 8.0), ("causal", 4.0)])
+def test_bounds_are_close_to_the_errors(kind: str, sharpness: float) -> None:
+    p = attention(kind, sharpness, 420, 400, seed=2)
+    apply, adjoint = maps(p)
+    found = singular_values(apply, adjoint, p.shape, 40, like=p, block=32, steps=4)
+    off = torch.linalg.svdvals(p)[:40] - found.values
+    ratio = (found.errors / off)[off > 1e-6]
+    assert len(ratio) > 10
+    assert (ratio >= 1).all()
+    assert ratio.median() < 4
+    assert (ratio < 10).double().mean() > 0.9
 
 
 @pytest.mark.parametrize("kind", ["smooth", "plain"])

@@ -175,16 +175,25 @@ def test_export_of_every_builder(name: str, causal: bool) -> None:
     check_export(name, causal)
 
 
-NOT_COMPILED = ("near_far", "window_low_rank_blocks")
-"""torch.compile(dynamic=True) fails with an error of torch's views, or takes more than five minutes."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name, causal", [case for case in CASES if case[0] not in NOT_COMPILED])
+@pytest.mark.parametrize("name, causal", CASES)
 def test_compile_for_all_lengths(name: str, causal: bool) -> None:
     torch._dynamo.reset()
     layer = Layer(name, causal).double().eval()
     same_at_other_lengths(torch.compile(layer, backend="aot_eager", dynamic=True, fullgraph=True), layer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, causal", [("near_far", False), ("near_far", True), ("window_low_rank_blocks", True)])
+def test_gradients_compiled_for_all_lengths(name: str, causal: bool) -> None:
+    torch._dynamo.reset()
+    layer = Layer(name, causal).double()
+    compiled = torch.compile(layer, backend="aot_eager", dynamic=True, fullgraph=True)
+    for n in (24, 33, 17):
+        x, keep = inputs(n)
+        leaves = [x.requires_grad_(), *layer.parameters()]
+        fast, slow = (torch.autograd.grad(f(x, keep).square().sum(), leaves) for f in (compiled, layer))
+        torch.testing.assert_close(fast, slow, rtol=0, atol=1e-9)
 
 
 # ---- a replaced encoder ----

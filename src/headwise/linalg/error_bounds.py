@@ -1,13 +1,14 @@
-"""How far above its Ritz value a singular value can lie: docs/explanation/spectrum-bounds.md derives both steps.
+"""How far above its Ritz value a singular value can lie: docs/explanation/spectrum-bounds.md derives all steps.
 
-With P = [[B, C], [0, D]] in the bases of `bidiagonal`, s = sigma([B C]) <= sigma(P), and
+With P = [[B, C], [0, D]] in the bases of `bidiagonal`, E the newest block of V', and s = sigma([B C]) <= sigma(P),
 
-    sigma_i(P)^2 <= t   if t > delta^2 and sigma_i([B, C sqrt(t / (t - delta^2))])^2 <= t      whenever ||D|| <= delta
+    sigma_i(P)^2 <= t   if t > delta^2 and lambda_i(B B^T + C C^T + C E^T D^T D E C^T / (t - delta^2)) <= t
 
-(Schur complement of t - P P^T; Lehmann's bounds).  No smaller bound holds for every D with ||D|| <= delta: it is
-attained where D is delta times an isometry.  `remainder_norm` finds delta with a stated probability: for y the leading
-right singular vector of D, Omega a Gaussian block of c columns that is drawn after U and V are fixed, and q steps from
-Q_1 R = (I - V V^T) Omega on D, which give D^T D Q = Q T + Q' K,
+whenever ||D|| <= delta: the Schur complement of t - P P^T has (t - D^T D)^-1, and 1 / (t - a) lies below its chord over
+[0, delta^2].  No smaller bound holds for every such D with the same E^T D^T D E, one product with D (`newest_gram`).
+`remainder_norm` finds delta with a stated probability: for y the leading right singular vector of D, Omega a Gaussian
+block of c columns that is drawn after U and V are fixed, and q steps from Q_1 R = (I - V V^T) Omega on D, which give
+D^T D Q = Q T + Q' K,
 
     ||Omega^T y|| / ||R||  <=  ||y^T Q_1||  =  ||y^T Q' K (lambda - T)^-1 E_1||  <=  ||K (lambda - T)^-1 E_1||
 
@@ -31,6 +32,8 @@ FAILURE = 1e-9
 
 # t / delta^2 - 1 at which the bound is evaluated: near 0 for values close to ||D||, larger for the leading ones
 LEVELS = (1e-6, 0.003, 0.01, 0.03, 0.06, 0.1, 0.17, 0.3, 0.5, 0.9, 1.7, 3.2, 6.0, 12.0, 24.0)
+
+TINY = torch.finfo(torch.float64).tiny
 
 FINER = 1.25
 """Ratio of successive distances from the largest Ritz value at which the norm of D is excluded."""
@@ -58,7 +61,7 @@ def remainder_norm(
     ritz, x = torch.linalg.eigh(b.mT @ b)
     k, first = c.mT @ b @ x, x.mT[..., : run.block]
     least = _least_overlap(run.block) / torch.linalg.matrix_norm(r.double(), 2)
-    top = ritz[..., -1].clamp_min(torch.finfo(torch.float64).tiny)
+    top = ritz[..., -1].clamp_min(TINY)
     # beyond this distance ||K (lambda - T)^-1 E_1|| is too small whatever T is
     distance = (torch.linalg.matrix_norm(k, 2) / least / top).clamp_min(1.0)
     excluded = torch.ones_like(top, dtype=torch.bool)
@@ -80,14 +83,23 @@ def _least_overlap(c: int) -> float:
     return math.sqrt(c * low)
 
 
-def ceilings(values: Tensor, coupling: Tensor, delta: Tensor) -> Tensor:
+def newest_gram(explored: Explored, forward: Map) -> Tensor:
+    """E^T D^T D E for the newest block E of V', (*batch, block, block), by a product with P."""
+    u, e = explored.left, explored.right[..., explored.s :]
+    y = outside(outside(forward(e), u), u).double()
+    return y.mT @ y
+
+
+def ceilings(values: Tensor, c: Tensor, delta: Tensor, gram: Tensor) -> Tensor:
     """(*batch, s) the least t found with sigma_i(P)^2 <= t whenever ||D|| <= delta.
 
-    values    (*batch, s) of [B C] = X diag(values) Y^T
-    coupling  (*batch, s, s) X^T C C^T X: [B, C w] has the Gram matrix X (diag(values^2) + (w^2 - 1) coupling) X^T
+    values  (*batch, s) of [B C] = X diag(values) Y^T
+    c       X^T C (*batch, s, block)
+    gram    E^T D^T D E, or anything above it, such as delta^2
     """
-    diagonal, square = torch.diag_embed(values.square()), delta.square().unsqueeze(-1)
-    least = torch.full_like(values, torch.inf)
+    square = torch.maximum(delta.square(), torch.linalg.matrix_norm(gram, 2)).clamp_min(TINY)
+    diagonal, coupling = torch.diag_embed(values.square()), c @ (gram / square[..., None, None]) @ c.mT
+    least, square = torch.full_like(values, torch.inf), square.unsqueeze(-1)
     for level in LEVELS:
         stretched = torch.linalg.eigvalsh(diagonal + coupling / level).flip(-1)
         least = torch.minimum(least, torch.maximum(stretched, (1 + level) * square))

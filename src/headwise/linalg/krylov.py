@@ -5,8 +5,9 @@ From a Gaussian block V_1 the bases of `bidiagonal` grow by a block a step.  In 
     values_i = sigma_i([B C]) <= sigma_i(P)                                  always (interlacing), up to rounding
     sigma_i(P) <= values_i + errors_i         but for a probability of 1e-9 over the random blocks (`error_bounds`)
 
-The second line costs `certificate` further steps, which bound ||D||; the bound is then the quadratic residual bound
-||r||^2 / gap for all values at once, with their indices, and the least that holds for every such D.
+The second line costs `certificate` further steps, which bound ||D||, and a product of D with the newest block; the
+bound is then the quadratic residual bound ||r||^2 / gap for all values at once, with their indices, and the least that
+holds for every such D.
 `residuals` is weaker and needs no further product: for unit u, v some singular value of P lies within
 sqrt((||P v - s u||^2 + ||P^T u - s v||^2) / 2) of s (Weyl, on [[0, P], [P^T, 0]]).
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from headwise.errors import InputError, ShapeError
 from headwise.linalg.basis import checked_map, checked_shape, gaussian_blocks, work_dtype
 from headwise.linalg.bidiagonal import Bidiagonalisation, Explored
-from headwise.linalg.error_bounds import ceilings, remainder_norm
+from headwise.linalg.error_bounds import TINY, ceilings, newest_gram, remainder_norm
 from headwise.linalg.spectrum import Spectrum, exact_spectrum, rounding
 from headwise.shapes import shown, whole_numbers
 
@@ -41,8 +42,6 @@ CERTIFICATE = 3
 
 GUESS = 1.2
 """Factor on the norm of the newest block, below which ||D|| is expected before anything is spent on bounding it."""
-
-TINY = torch.finfo(torch.float64).tiny
 
 
 @final
@@ -202,8 +201,8 @@ def _run(
     delta = torch.full(batch, torch.inf, dtype=torch.float64, device=like.device)  # above ||D||
     factor = torch.full_like(delta, GUESS)
 
-    def spectrum(delta: Tensor) -> Spectrum:
-        return _bounded(explored, svd, r, shape, like.dtype, delta)
+    def spectrum(delta: Tensor, gram: Tensor | None = None) -> Spectrum:
+        return _bounded(explored, svd, r, shape, like.dtype, delta, gram)
 
     def accurate(spectrum: Spectrum) -> bool:
         return bool((spectrum.errors <= limits.accuracy * spectrum.values[..., :1]).all())
@@ -218,10 +217,12 @@ def _run(
         newest = torch.linalg.matrix_norm(explored.known[..., -run.block :, :], 2)
         if not last and not accurate(spectrum(torch.minimum(delta, factor * newest))):
             continue  # a bound of ||D|| would not be enough
+        gram = None
         if limits.certificate and (last or not accurate(spectrum(delta))):
+            gram = newest_gram(explored, forward)
             delta = torch.minimum(delta, remainder_norm(explored, forward, backward, fresh, limits.certificate))
             factor = torch.maximum(factor, delta / newest.clamp_min(TINY))
-        found = spectrum(delta)
+        found = spectrum(delta, gram)
         if last or accurate(found):
             return explored, svd, found, delta
     raise AssertionError("the last step returns")
@@ -234,8 +235,9 @@ def _bounded(
     shape: Sequence[int],
     dtype: torch.dtype,
     delta: Tensor,
+    gram: Tensor | None,
 ) -> Spectrum:
-    """The first r values with their bounds, where ||D|| <= delta.
+    """The first r values with their bounds, where ||D|| <= delta; `gram` is that of D on the newest block, if known.
 
     Rounding is taken for a perturbation of P of at most `floor`: all of the above holds for the perturbed P, whose
     singular values are within `floor` of those of P (Weyl).
@@ -245,7 +247,9 @@ def _bounded(
     b, f = explored.known[..., :s], x.mT @ explored.known[..., s:]
     floor = rounding(dtype, shape, values[..., :1])
     if bool(delta.isfinite().all()):
-        ceiling = ceilings(values, f @ f.mT, delta)[..., :r]
+        if gram is None:
+            gram = delta.square()[..., None, None] * torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+        ceiling = ceilings(values, f, delta, gram)[..., :r]
         excess = (ceiling - values[..., :r].square()).clamp_min(0)
         errors = excess / (ceiling.sqrt() + values[..., :r]).clamp_min(TINY) + floor
     else:

@@ -6,17 +6,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from headwise.errors import NonFiniteError
-from headwise.operators import fixed, near_far, strided, window
+from headwise.operators import fixed, hashed, near_far, softmax, strided, window
 from headwise.operators._kernels import native
 from headwise.operators._kernels.key_patterns import KeyPattern, PatternAttention, attend
 from headwise.operators.linear.near_far import NearFar
 from headwise.operators.sparse.fixed import Fixed
+from headwise.operators.sparse.hashed import Hashed
 from headwise.operators.sparse.strided import Strided
 from headwise.operators.sparse.window import Window
 from headwise.replacement import Choice
@@ -30,6 +32,11 @@ pytestmark = pytest.mark.usefixtures("kernels")
 KINDS = (Window, Strided, Fixed, NearFar)
 CONTRACT = [case for case in CASES if isinstance(case.operator(), KINDS)]
 CHECKS = ("values", "gradients", "adjoint", "broadcast", "strides", "half", "masked", "vmap")
+
+
+def by_hash(q: Tensor, k: Tensor) -> Hashed:
+    rotations = (4 * normal(2, 16, 2, seed=8)).round()  # the same in every precision
+    return hashed(q, k, rotations.to(q.dtype), chunk=8)
 
 
 @pytest.fixture
@@ -207,6 +214,19 @@ def test_bfloat16_is_computed_in_single_precision() -> None:
     exact = written_out(q, k, v, [KeyPattern()] * 2, 0.2, False, None)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), exact, atol=2**-9, rtol=2**-8)  # one rounding of the result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("build", [softmax, lambda q, k: window(q, k, 9), by_hash], ids=["softmax", "window", "hashed"])
+def test_gradients_of_nearly_equal_keys(build: Callable[..., Any], dtype: torch.dtype) -> None:
+    """dQ = dS K, and the rows of dS sum to zero: what keys have in common cancels, and rounding errors of dS do not."""
+    q, k, v, pull = (normal(1, 2, 45, 16, seed=i, dtype=dtype) for i in range(4))
+    q, k, v = (x.requires_grad_() for x in (q, (7 + k / 4).to(dtype), v))
+    (fast,) = torch.autograd.grad(build(q, k)(v), q, pull)
+    with native.switched("off"):
+        wide = q.detach().double().requires_grad_()
+        (slow,) = torch.autograd.grad(build(wide, k.detach().double())(v.detach().double()), wide, pull.double())
+    torch.testing.assert_close(fast.double(), slow, atol=2**-8 * slow.abs().max().item(), rtol=2**-7)
 
 
 # ---- far keys ----

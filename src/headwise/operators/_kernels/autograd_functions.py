@@ -34,6 +34,23 @@ def run(kernel: Kernel, *tensors: Tensor) -> Tensor:
     return Forward.apply(kernel, sum(x.is_floating_point() for x in tensors), *tensors)[0]
 
 
+def rounded(out: Tensor, v: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+    """The result in the dtype of v, `kept`, and for half precision the result before it was rounded.
+
+    Gradients need more digits than the result: <result, pull> of a row is subtracted from what nearly cancels it.
+    """
+    return (out, *kept) if out.dtype == v.dtype else (out.to(v.dtype), *kept, out)
+
+
+def unrounded(
+    tensors: tuple[Tensor, ...], v: Tensor, kept: int
+) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]:
+    """Inputs, the result with all its digits and what was kept, from inputs followed by what `rounded` returned."""
+    if v.dtype.itemsize > 2:
+        return tensors[: -kept - 1], tensors[-kept - 1], tensors[-kept:]
+    return tensors[: -kept - 2], tensors[-1], tensors[-kept - 1 : -1]
+
+
 class Forward(torch.autograd.Function):
     @staticmethod
     def forward(kernel: Kernel, floating: int, *tensors: Tensor) -> tuple[Tensor, ...]:

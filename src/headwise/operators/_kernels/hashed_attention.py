@@ -59,16 +59,20 @@ class HashedAttention:
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """P v, and the maximum and the sum of every row."""
         q, k, v, order_q, order_k, mask = _with_mask(tensors)
-        return torch.ops.headwise.hashed_attention(q, k, v, mask, order_q, order_k, *self._numbers)
+        out, *sums = torch.ops.headwise.hashed_attention(q, k, v, mask, order_q, order_k, *self._numbers)
+        return autograd_functions.rounded(out, v, *sums)
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        *inputs, out, top, total = tensors
+        inputs, out, (top, total) = autograd_functions.unrounded(tensors, tensors[2], 2)
         q, k, v, order_q, order_k, mask = _with_mask(inputs)
         backward = torch.ops.headwise.hashed_attention_backward
         return backward(pull, q, k, v, mask, order_q, order_k, out, top, total, *self._numbers)
 
     def plain(self, *tensors: Tensor) -> Tensor:
-        return self.by_torch(*tensors, run=lambda rounds, *x: rounds.plain(*x))
+        # in at least single precision: half precision has no score as low as that of a masked key
+        compute = torch.promote_types(tensors[2].dtype, torch.float32)
+        wide = [x.to(compute) if x.is_floating_point() else x for x in tensors]
+        return self.by_torch(*wide, run=lambda rounds, *x: rounds.plain(*x)).to(tensors[2].dtype)
 
     def by_torch(self, *tensors: Tensor, run: Callable[..., Tensor] = autograd_functions.run) -> Tensor:
         """The same, by torch's calls."""
@@ -129,7 +133,7 @@ def _register() -> None:
     def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         b, h, n, _ = q.shape
         top = q.new_empty(b, h, n, dtype=torch.promote_types(q.dtype, torch.float32))
-        return v.new_empty(b, n, h, v.shape[-1]).transpose(1, 2), top, torch.empty_like(top)
+        return top.new_empty(b, n, h, v.shape[-1]).transpose(1, 2), top, torch.empty_like(top)
 
     @torch.library.register_fake("headwise::hashed_attention_backward")
     def _(pull: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:

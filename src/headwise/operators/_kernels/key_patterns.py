@@ -102,8 +102,9 @@ def adjoint(
     call = PatternAttention(tuple(patterns), scale, causal, False, _not_differentiable)
     mask = () if key_mask is None else (key_mask,)
     zeros = u.new_zeros(()).expand(*k.shape[:-1], u.shape[-1])
-    _, top, total = call.forward(q, k, zeros[..., :1], *mask)
-    return call.pull(u, q, k, zeros, *mask, torch.zeros_like(u), top, total)[2]
+    _, top, total, *_ = call.forward(q, k, zeros[..., :1], *mask)
+    zero = torch.zeros_like(u, dtype=top.dtype)
+    return call.pull(u, q, k, zeros, *mask, *autograd_functions.rounded(zero, u, top, total))[2]
 
 
 @final
@@ -124,17 +125,18 @@ class PatternAttention:
         """P v, the maximum and the sum of every row, and with features their biases and means."""
         (q, k, v), features, key_mask = self._split(tensors)
         if features is None:
-            return torch.ops.headwise.sparse_attention(q, k, v, key_mask, None, None, None, *self._numbers)
+            found = torch.ops.headwise.sparse_attention(q, k, v, key_mask, None, None, None, *self._numbers)
+            return autograd_functions.rounded(found[0], v, *found[1:])
         a, b, c = features
         masses, means = torch.ops.headwise.far_sums(k, v, b, key_mask, *self._far_numbers)
         bias = masses + c.unsqueeze(-2)
-        return *torch.ops.headwise.sparse_attention(q, k, v, key_mask, a, bias, means, *self._numbers), bias, means
+        out, *sums = torch.ops.headwise.sparse_attention(q, k, v, key_mask, a, bias, means, *self._numbers)
+        return autograd_functions.rounded(out, v, *sums, bias, means)
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs, kept = tensors[: -(5 if self.features else 3)], tensors[-(5 if self.features else 3) :]
+        inputs, out, (top, total, *sums) = autograd_functions.unrounded(tensors, tensors[2], 4 if self.features else 2)
         (q, k, v), features, key_mask = self._split(inputs)
         backward = torch.ops.headwise.sparse_attention_backward
-        out, top, total, *sums = kept
         if features is None:
             return backward(pull, q, k, v, key_mask, None, None, None, out, top, total, *self._numbers)[:3]
         a, b, c = features
@@ -174,7 +176,7 @@ def _register() -> None:
     def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         b, h, m, _ = q.shape
         top = q.new_empty(b, h, m, dtype=torch.promote_types(q.dtype, torch.float32))
-        return v.new_empty(b, m, h, v.shape[-1]).transpose(1, 2), top, torch.empty_like(top)
+        return top.new_empty(b, m, h, v.shape[-1]).transpose(1, 2), top, torch.empty_like(top)
 
     @torch.library.register_fake("headwise::sparse_attention_backward")
     def _(

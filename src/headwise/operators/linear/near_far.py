@@ -23,6 +23,7 @@ from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators._kernels import key_patterns, limits
 from headwise.operators._kernels.key_patterns import KeyPattern, two_batch_axes
+from headwise.operators._kernels.prefix_sums import blocked
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.base import AttentionOperator
 from headwise.operators.claims import Claim, weights_claim
@@ -200,8 +201,7 @@ class NearFar(AttentionOperator):
 
     def _blocked(self, x: Tensor) -> Tensor:
         """(*batch, n, c) -> (*batch, blocks, block, c), without the leading rows, zeros at the end."""
-        x = x[..., self.leading :, :]
-        return F.pad(x, (0, 0, 0, self.blocks * self.block - x.shape[-2])).unflatten(-2, (self.blocks, self.block))
+        return blocked(x[..., self.leading :, :], self.block)
 
     def _far(self) -> Far:
         dtype = torch.promote_types(self.qk.k.dtype, torch.float32)

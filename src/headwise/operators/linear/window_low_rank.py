@@ -25,6 +25,7 @@ from headwise.operators._kernels.prefix_sums import blocked
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators._kernels.slots import BlockSlotOperator, Shortened, SlotOperator, shorten, shorten_blocks
 from headwise.operators._kernels.sparse_blocks import Piece, Union
+from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.claims import Claim, weights_claim
 from headwise.operators.linear.projections import Projection
 from headwise.operators.mask_support import CAUSAL, KEY_MASK, supports
@@ -131,7 +132,18 @@ Either = TypeVar("Either", WindowLowRank, WindowLowRankBlocks)
 def _causal_pieces(n: int, width: int, leading: int, block: int, r: int, device: torch.device) -> list[Piece]:
     """The window of every query, and the slots of earlier blocks, which are keys from n on."""
     near = window_pieces(n, n, width - 1, 0, leading, True, device)
+    if torch.compiler.is_compiling():
+        return [*near, *_earlier_slots(n, block, r, device)]
     return [*near, *summary_pieces(n, block, r, True, device, first=False, keys=n)]
+
+
+def _earlier_slots(n: int, block: int, r: int, device: torch.device) -> list[Piece]:
+    """All queries against all slots under a mask: for a symbolic n, `summary_pieces` take minutes to trace."""
+    visible = (n - 1) // block
+    if not visible:
+        return []
+    i, slot = torch.arange(n, device=device)[:, None], torch.arange(visible * r, device=device)
+    return [Piece(Tiles(0, 1, 0, n), Tiles(n, 1, 0, visible * r), first=False, mask=slot // r < i // block)]
 
 
 def _with_bias(slots: Tensor, slot_bias: Tensor | None, scale: float) -> Tensor:

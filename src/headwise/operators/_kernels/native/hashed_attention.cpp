@@ -321,6 +321,7 @@ Orders checked_orders(const at::Tensor& order_q, const at::Tensor& order_k, cons
 
 std::vector<int64_t> no_patterns(const at::Tensor& q) { return std::vector<int64_t>(q.size(1) * FIELDS, 0); }
 
+// The result before it is rounded to the dtype of v: gradients of half precision need its digits.
 Results forward(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Optional key_mask, const at::Tensor& order_q,
     const at::Tensor& order_k, int64_t chunk, double scale, bool causal, std::optional<double> self_score) {
@@ -337,7 +338,7 @@ Results forward(
   } else {
     run_forward<float>(inputs_of<float>(a, patterns, scale), orders, options, out, top, total);
   }
-  return {out.to(v.scalar_type()), top, total};
+  return {out, top, total};
 }
 
 // Gradients in the dtypes of the inputs.

@@ -88,6 +88,7 @@ void run_forward(const Inputs<T>& in, const at::Tensor& out, const at::Tensor& t
 
 using Optional = const std::optional<at::Tensor>&;
 
+// The result before it is rounded to the dtype of v: gradients of half precision need its digits.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Optional key_mask, Optional slot_keys,
     Optional slot_bias, Optional slot_values, at::IntArrayRef patterns, double scale, bool causal) {
@@ -100,7 +101,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
   } else {
     run_forward<float>(inputs_of<float>(a, patterns, scale), out, top, total);
   }
-  return {out.to(v.scalar_type()), top, total};
+  return {out, top, total};
 }
 
 using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
