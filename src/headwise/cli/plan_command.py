@@ -188,7 +188,9 @@ def _print(plan: Plan, files: list[Path]) -> None:
     if "cache" in plan.timing:
         print_text(f"The key-value cache would keep {plan.timing['cache']:.0%} of its keys at {plan.length}.")
     for n, row in plan.timing.get("seconds", {}).items():
-        print_text(f"Attention takes {row['planned'] / row['exact']:.0%} of the time of exact attention at {n}.")
+        token = plan.timing.get("token", {}).get(n)
+        token = "" if token is None else f", and {token['planned'] / token['exact']:.0%} for one more token"
+        print_text(f"Attention takes {row['planned'] / row['exact']:.0%} of the time of exact attention at {n}{token}.")
     for site, why in plan.skipped.items():
         print(f"skipped: {site}: {why}")
     for file in files:

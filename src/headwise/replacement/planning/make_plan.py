@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.distributed.dealing import dealt, from_first, several
@@ -160,10 +161,8 @@ def plan(
             "confidence": CONFIDENCE,
         },
     ).at(tolerance)
-    timing = from_first(lambda: time_plan(result))
-    below = timing.pop("exact_below")
-    # a cache that is to be small cannot keep all keys until a crossover
-    return replace(result, timing=timing, exact_below={} if objective in ("memory", "decode") else below)
+    timing = from_first(lambda: time_plan(result, objective))
+    return replace(result, exact_below=timing.pop("exact_below"), timing=timing)
 
 
 def _by_kind(batches: Batches | Iterable[Any]) -> dict[str, list[Any]]:
@@ -321,10 +320,11 @@ class _Run:
             def compute(batch: Any = batch) -> Tensor:
                 generator = torch.Generator().manual_seed(self.seed)
                 candidates = {
-                    site: [self._heads(site, [c] * s.heads) for c in self.choices] for site, s in self.sites.items()
+                    site: [self._heads(site, [c] * s.heads) for c in self.choices[1:]] for site, s in self.sites.items()
                 }
                 x = sensitivities(self.model, batch, self.sites, candidates, self.answer, generator)
-                return torch.cat([x[site] for site in self.sites])
+                # the first choice is exact attention, which moves nothing
+                return F.pad(torch.cat([x[site] for site in self.sites]), (0, 0, 1, 0))
 
             x = self.store.stored(f"sensitivities {kind} {index}", compute)
             grams.append(gram_of(x))
