@@ -350,8 +350,8 @@ class LayerPast:
         if self.order is not None:
             q, k, v = _reordered(q, self.order, shared), _reordered(k, self.order), _reordered(v, self.order)
         queries = q.split([shared * size for size in self.sizes], 1)
-        blocks = zip(self.blocks, queries, k.split(self.sizes, 1), v.split(self.sizes, 1), strict=True)
-        out = torch.cat([block.attend(*own, new) for block, *own in blocks], 1)
+        parts = zip(self.blocks, queries, k.split(self.sizes, 1), v.split(self.sizes, 1), strict=True)
+        out = torch.cat([block.attend(q, k, v, new) for block, q, k, v in parts], 1)
         return out if self.order is None else _reordered(out, self.order.argsort(), shared)
 
     def _open(self, k: Tensor, v: Tensor, new: NewKeys, *, whole: bool) -> None:
@@ -366,18 +366,19 @@ class LayerPast:
         self.order = None if order == sorted(order) else torch.tensor(order, device=k.device)
         if self.order is not None:
             k, v = _reordered(k, self.order), _reordered(v, self.order)
-        for own, *parts in zip(members, k.split(self.sizes, 1), v.split(self.sizes, 1), strict=True):
+        parts = k.split(self.sizes, 1), v.split(self.sizes, 1)
+        for own, keys, values in zip(members, *parts, strict=True):
             queries = [g * shared + i for g in own for i in range(shared)]
             choices = [self.heads.choices[i] for i in queries]
             reaches = [reach(choice) for choice in choices]
             block: Block
             if all(reaches):
-                block = KeyRing([r for r in reaches if r], *parts, spare=self.spare)
+                block = KeyRing([r for r in reaches if r], keys, values, spare=self.spare)
             elif choices[0].definition.features is not None and len(set(choices)) == 1:
-                block = RunningSums(choices[0], *parts)
+                block = RunningSums(choices[0], keys, values)
             else:
-                block = AllKeys(self.heads.part(queries), *parts)
-            block.write(*parts, new)
+                block = AllKeys(self.heads.part(queries), keys, values)
+            block.write(keys, values, new)
             self.blocks.append(block)
 
     def crop(self, count: int) -> None:

@@ -14,11 +14,12 @@ from torch import nn
 from headwise.errors import HeadwiseError, InputError
 from headwise.models.gate import UNTRUSTED, Trust, from_pretrained, one_line, quiet, transformers_library
 from headwise.models.load import LoadedModel, check_values, save_preprocessor
+from headwise.models.pretrained.derived_models import PREFIX, check_complete
 from headwise.models.weight_files import check_directory
 from headwise.output_directory import OutputDirectory, check_unchanged
 from headwise.outputs import writing
 from headwise.replacement.install.other_models import RewrittenModel
-from headwise.replacement.install.transformers_models import PREFIX, check_complete, rewritten_class
+from headwise.replacement.install.transformers_models import REWRITTEN, rewritten_class
 from headwise.replacement.plans import Plan, installed_choices
 from headwise.replacement.rewriting import rewrite
 
@@ -93,5 +94,5 @@ def _load_weights(path: Path, model: nn.Module) -> nn.Module:
         raise InputError(
             f"{path / WEIGHTS} does not hold the weights of this {type(model).__name__} ({one_line(error)})"
         ) from error
-    check_complete(str(path / WEIGHTS), {"missing_keys": missing, "unexpected_keys": unexpected})
+    check_complete(str(path / WEIGHTS), {"missing_keys": missing, "unexpected_keys": unexpected}, REWRITTEN)
     return new.eval()
