@@ -6,6 +6,7 @@ model.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def _load_pretrained(path: Path, trust: Trust, options: dict[str, Any]) -> nn.Mo
         raise InputError(f"{path} holds a model that was not rewritten; load it with AutoModel.from_pretrained")
     installed_choices(plan, f"{path / 'config.json'}: headwise")
     name = str(next(iter(getattr(config, "architectures", None) or ()), None))
-    base = getattr(transformers, name.removeprefix(PREFIX), None)
+    base = _original_class(transformers, config, name.removeprefix(PREFIX))
     if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
         raise InputError(f"{path} holds a {name}, which this version of transformers does not have")
     try:
@@ -65,6 +66,13 @@ def _load_pretrained(path: Path, trust: Trust, options: dict[str, Any]) -> nn.Mo
         raise InputError(str(error) if str(path) in str(error) else f"cannot load {path}: {error}") from error
     check_values(str(path), new)
     return new
+
+
+def _original_class(transformers: Any, config: Any, name: str) -> Any:
+    """The class, also one that the library does not export, such as the encoder of a model; None if there is none."""
+    known = transformers.MODEL_MAPPING.get(type(config).__base__, None)
+    module = None if known is None else sys.modules.get(getattr(known, "__module__", ""))
+    return getattr(transformers, name, None) or getattr(module, name, None)
 
 
 def save(new: nn.Module, plan: Plan, out: OutputDirectory, loaded: LoadedModel | None = None) -> None:
