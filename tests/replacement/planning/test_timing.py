@@ -59,6 +59,9 @@ def test_a_token_is_timed_with_the_cache_that_decodes(monkeypatch: pytest.Monkey
     seen.clear()
     assert timing._seconds_of_token(WINDOW, 4, 2, 8, 64) > 0
     assert seen == [20] * (timing.REPEATS + 1)
+    seen.clear()
+    assert timing._seconds_of_token(WINDOW, 4, 2, 8, 4) > 0  # the original attention, while the window holds all keys
+    assert seen == []
     far = Choice("near_far", {"block": 4, "rank": 1})  # has no cache
     costs = relative_costs(SITES, [SOFTMAX, far], 64, "decode")
     assert costs["a", far] == costs["a", SOFTMAX]
