@@ -318,6 +318,8 @@ class _Run:
         for index, batch in enumerate(self._choosing(kind)):
 
             def compute(batch: Any = batch) -> Tensor:
+                if len(self.choices) == 1:
+                    return torch.zeros(sum(site.key_value_heads for site in self.sites.values()), 1, 1)
                 generator = torch.Generator().manual_seed(self.seed)
                 candidates = {
                     site: [self._heads(site, [c] * s.heads) for c in self.choices[1:]] for site, s in self.sites.items()
