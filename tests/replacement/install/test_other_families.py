@@ -69,6 +69,26 @@ def test_saved_and_loaded_in_single_and_half_precision(name: str, tmp_path: Path
         torch.testing.assert_close(new(ids[:1, :3])[0], model(ids[:1, :3])[0])  # the window holds all of it
 
 
+@pytest.mark.parametrize("name", ["GPTNeoXForCausalLM", "RobertaModel", "ViTModel"])
+def test_a_model_that_was_read_from_files_under_other_names(name: str, tmp_path: Path) -> None:
+    """transformers renames tensors of some families when it reads them, and back when it saves them."""
+    if name == "ViTModel":
+        sizes = {size: SIZES[size] for size in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+        config = transformers.ViTConfig(**sizes, num_attention_heads=4, image_size=32, patch_size=4)
+        model, batch = transformers.ViTModel(config), {"pixel_values": torch.randn(1, 3, 32, 32)}
+    else:
+        model, batch = made(name)[0], {"input_ids": torch.randint(2, 99, (1, 40))}
+    model.save_pretrained(tmp_path / "original")
+    model = type(model).from_pretrained(tmp_path / "original").eval()
+    new = headwise.rewrite(model, plan_for(model, batch, MIXED, length=96))[0]
+    new.save_pretrained(tmp_path / "rewritten")
+    again = load(tmp_path / "rewritten")
+    again.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        for each in (again, load(tmp_path / "again")):
+            assert torch.equal(each(**batch)[0], new(**batch)[0])
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoding_with_a_cache_is_decoding_without_one(name: str) -> None:
     """Greedy, beams and sampling on a padded batch; a second prompt; tokens taken back."""

@@ -53,6 +53,8 @@ def is_pretrained(model: nn.Module) -> bool:
 
 def derive(model: Any, change: Change) -> None:
     """Make `model`, which was changed in place, an instance of the derived class."""
+    # tensors renamed when the files of the original were read would be saved under names that no one renames for us
+    model.__dict__.pop("_weight_conversions", None)
     model.config.__class__ = derived_config(change, type(model.config))
     model.__class__ = derived_class(change, type(model))
 

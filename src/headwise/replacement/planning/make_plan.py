@@ -367,7 +367,7 @@ class _Run:
                 length = _length(batch, self.lengths[-1])
                 shorter = [n for n in self.lengths if n <= length and self.answer.by_position]
                 for n in shorter or [length]:
-                    by_length.setdefault(n, []).extend(drift[..., :n].mean(2).amax(0).tolist())
+                    by_length.setdefault(n, []).extend(drift[..., :n].mean(2).amax(0).clamp(min=0).tolist())
             return dict(sorted(by_length.items()))
 
         drifts = self.store.stored(f"drifts {kind} {plan.chosen}", compute)
