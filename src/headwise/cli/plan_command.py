@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,10 +111,13 @@ def _plan(options: argparse.Namespace, partial: Path, command: str, processes: i
     from headwise.replacement import plan
 
     loaded = shared.load(options)
+    whole = _ends_before_its_predictions(loaded)
+    if whole:
+        loaded = shared.load(options, with_head=True)
     batches, data = _batches(options, loaded)
     shared.wait_for_processes(processes)
     with bars(quiet=shared.is_quiet(options)) as progress:
-        return plan(
+        made = plan(
             loaded.model,
             batches,
             tolerance=options.tolerance,
@@ -125,6 +129,26 @@ def _plan(options: argparse.Namespace, partial: Path, command: str, processes: i
             partial_results=partial,
             progress=progress,
         )
+    return _for_body(made, loaded.model) if whole else made
+
+
+def _ends_before_its_predictions(loaded: LoadedModel) -> bool:
+    """Whether this is the body of a language model that has an output embedding of its own."""
+    config = getattr(loaded.model, "config", None)
+    names = () if loaded.is_factory else getattr(config, "architectures", None) or ()
+    return any(name.endswith("ForCausalLM") for name in names) and not getattr(config, "tie_word_embeddings", False)
+
+
+def _for_body(plan: Plan, model: Any) -> Plan:
+    """The plan of a whole language model as one for its body, which `examine` and Python's AutoModel load."""
+    from headwise.models.fingerprint import weights_hash
+
+    body = getattr(model, "base_model", model)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    if body is model or not all(site.startswith(prefix) for site in plan.sites):
+        return plan
+    facts = {**plan.model, "class": type(body).__name__, "fingerprint": weights_hash(body)}
+    return replace(plan, model=facts).renamed(lambda site: site.removeprefix(prefix))
 
 
 def _batches(options: argparse.Namespace, loaded: LoadedModel) -> tuple[Any, dict[str, Any]]:

@@ -50,7 +50,7 @@ def rewrite(model: nn.Module, plan: Plan | Choice, *, probe: Any = None) -> tupl
         return new, _receipt(model, new, plan, probe)
     body, prefix = transformers_models.planned_part(model, plan)
     plan.check(body)
-    plan = plan.prefixed(prefix)
+    plan = plan.renamed(lambda site: prefix + site)
     new = transformers_models.install(copy.deepcopy(model), plan)
     short = default_probe(model, min(plan.length, 16)) if probe is None else probe
     if isinstance(short, Mapping):
