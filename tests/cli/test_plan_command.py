@@ -41,6 +41,7 @@ def test_a_table_a_figure_and_a_plan(factory: str, tmp_path: Path, capsys: pytes
     assert "attention cost (seconds) against drift" in text
     assert "by kind of text and length" in text
     assert "Beyond 24 tokens the rewritten model runs exact attention." in text
+    assert "cache" not in text  # an encoder has none
     plan = Plan.load(out)
     assert plan.tolerance == 0.1
     assert (out / "trade-off.svg").read_text().count("<svg") == 1
@@ -81,6 +82,7 @@ def test_a_decoder_with_an_output_embedding_of_its_own(tmp_path: Path, capsys: p
     given = ["--text", *files, "--texts", "2", "--length", "32", "--tolerance", "2", "--objective", "memory"]
     assert main(["plan", str(directory), *given, "-o", str(tmp_path / "plan")]) == 0
     plan = Plan.load(tmp_path / "plan")
+    assert "The key-value cache would keep" in " ".join(capsys.readouterr().out.split())
     assert plan.measure == "loss"
     assert plan.model["class"] == "GPTNeoXModel"
     assert list(plan.sites) == ["layers.0.attention", "layers.1.attention"]

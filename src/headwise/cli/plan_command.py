@@ -209,7 +209,7 @@ def _print(plan: Plan, files: list[Path]) -> None:
             f"Beyond {plan.length} tokens the rewritten model "
             f"{'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
         )
-    if "cache" in plan.timing:
+    if "cache" in plan.timing and all(site["causal"] for site in plan.model["sites"].values()):
         print_text(f"The key-value cache would keep {plan.timing['cache']:.0%} of its keys at {plan.length}.")
     for n, row in plan.timing.get("seconds", {}).items():
         token = plan.timing.get("token", {}).get(n)
