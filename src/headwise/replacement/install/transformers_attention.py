@@ -6,7 +6,6 @@ second the library silently drops padding.  Arguments that change the result and
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -74,9 +73,11 @@ def attention(
 
     def original(key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         """(b, m, h, d) as the model was."""
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         pairs = _pairs(attention_mask, query.shape[-2])
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
-        return _sdpa()(module, query, key, value, pairs, **options, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, pairs, **options, **kwargs)
 
     if past is None and (heads is None or heads.replaced is None or heads.runs_exact(n)):
         return original(key, value)
@@ -89,13 +90,6 @@ def attention(
         assert heads is not None
         out = heads(query, key, value, key_mask=read.key_mask, causal=read.causal, scale=scale)
     return out.transpose(1, 2).contiguous(), None
-
-
-@functools.cache
-def _sdpa() -> Any:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward
 
 
 def _pairs(attention_mask: Tensor | None, m: int) -> Tensor | None:
