@@ -159,7 +159,9 @@ def _curve(made: Plan) -> None:
         f"cache kept at {made.length}: {made.timing['cache']:.1%}; exact below {sorted(set(made.exact_below.values()))}"
     )
     for n, row in made.timing["seconds"].items():
-        print(f"attention at {n:>5}: {row['planned'] / row['exact']:.2f} of the time of exact attention")
+        token = made.timing.get("token", {}).get(n)
+        token = "" if token is None else f", {token['planned'] / token['exact']:.2f} for one more token"
+        print(f"attention at {n:>5}: {row['planned'] / row['exact']:.2f} of the time of exact attention{token}")
 
 
 def _fresh(loaded: LoadedModel, made: Plan, planned: int, checks: int) -> dict[str, list[torch.Tensor]]:

@@ -142,7 +142,7 @@ _AUTO = "transformers.models.auto.configuration_auto"
 
 
 _MODEL_TYPES = {
-    "headwise": "headwise.replacement.install.auto_classes",  # rewritten models
+    "headwise": "headwise.replacement.install.transformers_models",  # rewritten models
     "headwise_widths": "headwise.models.widths.resized_models",
 }
 

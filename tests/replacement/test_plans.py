@@ -418,6 +418,16 @@ def test_a_decoder_gets_causal_operators_and_is_compared_by_loss() -> None:
         headwise.plan(decoder, batches(), tolerance=0.05, choices=[Choice("nystrom", {"landmarks": 4})], **BRIEF)
 
 
+def test_a_drift_that_rounds_below_zero_can_be_read_again(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = torch.full((2, 1, 40), -3e-8, dtype=torch.float64)
+    monkeypatch.setattr("headwise.replacement.planning.drift.PooledStates.drift", lambda *args: below)
+    made = headwise.plan(model, kinds(), tolerance=0.1, evaluations=1)
+    made.save(tmp_path)
+    assert {x for point in Plan.load(tmp_path).curve for row in point.drift.values() for x in row.values()} == {0.0}
+
+
 def test_the_examination_page_gets_a_view_of_the_plan(plan: Plan, model: nn.Module, tmp_path: Path) -> None:
     from headwise.examination import add_plan, examine, write_report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +110,12 @@ def _plan(options: argparse.Namespace, partial: Path, command: str, processes: i
     from headwise.replacement import plan
 
     loaded = shared.load(options)
+    whole = _ends_before_its_predictions(loaded)
+    if whole:
+        loaded = shared.load(options, with_head=True)
     batches, data = _batches(options, loaded)
     shared.wait_for_processes(processes)
-    return plan(
+    made = plan(
         loaded.model,
         batches,
         tolerance=options.tolerance,
@@ -123,6 +127,26 @@ def _plan(options: argparse.Namespace, partial: Path, command: str, processes: i
         partial_results=partial,
         progress=not shared.is_quiet(options),
     )
+    return _for_body(made, loaded.model) if whole else made
+
+
+def _ends_before_its_predictions(loaded: LoadedModel) -> bool:
+    """Whether this is the body of a language model that has an output embedding of its own."""
+    config = getattr(loaded.model, "config", None)
+    names = () if loaded.is_factory else getattr(config, "architectures", None) or ()
+    return any(name.endswith("ForCausalLM") for name in names) and not getattr(config, "tie_word_embeddings", False)
+
+
+def _for_body(plan: Plan, model: Any) -> Plan:
+    """The plan of a whole language model as one for its body, which `examine` and Python's AutoModel load."""
+    from headwise.models.fingerprint import weights_hash
+
+    body = getattr(model, "base_model", model)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    if body is model or not all(site.startswith(prefix) for site in plan.sites):
+        return plan
+    facts = {**plan.model, "class": type(body).__name__, "fingerprint": weights_hash(body)}
+    return replace(plan, model=facts).renamed(lambda site: site.removeprefix(prefix))
 
 
 def _batches(options: argparse.Namespace, loaded: LoadedModel) -> tuple[Any, dict[str, Any]]:
@@ -183,10 +207,12 @@ def _print(plan: Plan, files: list[Path]) -> None:
             f"Beyond {plan.length} tokens the rewritten model "
             f"{'runs exact attention' if plan.beyond == 'exact' else 'refuses'}."
         )
-    if "cache" in plan.timing:
+    if "cache" in plan.timing and all(site["causal"] for site in plan.model["sites"].values()):
         print_text(f"The key-value cache would keep {plan.timing['cache']:.0%} of its keys at {plan.length}.")
     for n, row in plan.timing.get("seconds", {}).items():
-        print_text(f"Attention takes {row['planned'] / row['exact']:.0%} of the time of exact attention at {n}.")
+        token = plan.timing.get("token", {}).get(n)
+        token = "" if token is None else f", and {token['planned'] / token['exact']:.0%} for one more token"
+        print_text(f"Attention takes {row['planned'] / row['exact']:.0%} of the time of exact attention at {n}{token}.")
     for site, why in plan.skipped.items():
         print(f"skipped: {site}: {why}")
     for file in files:

@@ -33,9 +33,10 @@ from headwise.growth.metric import Root, root
 from headwise.growth.normal_equations import take_rows, visible_rows
 from headwise.growth.solve import truncate
 from headwise.models.fingerprint import check_weights
+from headwise.models.pretrained.derived_models import is_pretrained
 from headwise.models.run import Batch, as_it_was, run_model
 from headwise.models.widths.head_dimensions import HeadDimensions
-from headwise.models.widths.resized_models import resizable, resized
+from headwise.models.widths.resized_models import resized
 from headwise.models.widths.rotary import rotated_pairs
 from headwise.models.widths.widened_attention import NAME, WidenedCall
 from headwise.progress import Progress, reported
@@ -102,7 +103,7 @@ def shrink(
         raise InputError(f"shrink: keep must be above 0 and at most 1, but is {shown(keep)}")
     if not isinstance(batches, Sequence):
         raise InputError(f"shrink: batches must be a list of batches, but is {shown(batches)}")
-    if resizable(model):
+    if is_pretrained(model):
         check_weights(model)
     if len(batches) < 2:
         raise InputError(f"shrink: half of the batches choose and half measure, but there are {len(batches)}; give 2")
@@ -139,7 +140,7 @@ def drift_curves(
 
 def narrow_copy(model: nn.Module, batch: Batch) -> nn.Module:
     """A copy of the model whose attention modules have HeadDimensions; the original is not touched."""
-    if not resizable(model):
+    if not is_pretrained(model):
         raise UnsupportedError(
             f"shrink: {type(model).__name__} is no model of transformers; the heads of a MultiHead are narrowed by "
             "Grower.shrink"

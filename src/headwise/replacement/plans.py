@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
@@ -258,14 +258,17 @@ class Plan:
                 raise InputError(f"{site}: head {head} is {choices[head]}, but the plan lacks its fitted {names}")
         return MixedHeads(choices, width, self.length, fitted)
 
-    def prefixed(self, prefix: str) -> Plan:
-        """The same plan for a model that contains the planned one under the name `prefix`."""
+    def renamed(self, name: Callable[[str], str]) -> Plan:
+        """The same plan for a model whose sites have other names, as those of its body have."""
+        points = [replace(point, sites={name(site): x for site, x in point.sites.items()}) for point in self.curve]
         return replace(
             self,
-            model={**self.model, "sites": {prefix + site: facts for site, facts in self.model["sites"].items()}},
-            sites={prefix + site: choices for site, choices in self.sites.items()},
-            exact_below={prefix + site: keys for site, keys in self.exact_below.items()},
-            fitted={(prefix + site, head, choice): x for (site, head, choice), x in self.fitted.items()},
+            model={**self.model, "sites": {name(site): facts for site, facts in self.model["sites"].items()}},
+            sites={name(site): choices for site, choices in self.sites.items()},
+            exact_below={name(site): keys for site, keys in self.exact_below.items()},
+            fitted={(name(site), head, choice): x for (site, head, choice), x in self.fitted.items()},
+            curve=points,
+            skipped={name(site): why for site, why in self.skipped.items()},
         )
 
     def save(self, directory: str | Path | OutputDirectory, *, force: bool = False) -> list[Path]:

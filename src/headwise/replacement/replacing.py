@@ -13,6 +13,7 @@ from torch import nn
 import headwise.operators
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.intercept import uncompiled
+from headwise.models.pretrained.derived_models import is_pretrained
 from headwise.replacement.install import in_place, transformers_models
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.operator_heads import Builder, OperatorHeads
@@ -174,5 +175,5 @@ def _enable(model: nn.Module, replaced: set[int], undo: list[Callable[[], None]]
         if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
             undo.append(partial(setattr, module, "use_nested_tensor", True))
             module.use_nested_tensor = False
-        if transformers_models.is_pretrained(module):
+        if is_pretrained(module):
             undo.append(transformers_models.use_interface(module))

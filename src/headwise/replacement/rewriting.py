@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.cost import Cost
 from headwise.errors import InputError
+from headwise.models.pretrained.derived_models import default_probe, is_pretrained
 from headwise.models.receipt import Receipt, largest_change, parameter_count
 from headwise.models.run import as_it_was, run_model
 from headwise.replacement.install import other_models, transformers_models
@@ -43,19 +44,19 @@ def rewrite(model: nn.Module, plan: Plan | Choice, *, probe: Any = None) -> tupl
             f"rewrite: plan must be a Plan, or a Choice for all heads, but is {shown(plan)}; for builders use "
             "headwise.replace"
         )
-    if not transformers_models.is_pretrained(model):
+    if not is_pretrained(model):
         plan.check(model)
         new: nn.Module = other_models.RewrittenModel(copy.deepcopy(model), plan)
         return new, _receipt(model, new, plan, probe)
     body, prefix = transformers_models.planned_part(model, plan)
     plan.check(body)
-    plan = plan.prefixed(prefix)
+    plan = plan.renamed(lambda site: prefix + site)
     new = transformers_models.install(copy.deepcopy(model), plan)
-    short = transformers_models.default_probe(model, min(plan.length, 16)) if probe is None else probe
+    short = default_probe(model, min(plan.length, 16)) if probe is None else probe
     if isinstance(short, Mapping):
         transformers_models.check_reached(new, dict(short), plan)
     tokens = plan.lengths[0] if EVERYWHERE in plan.provenance else plan.length
-    probe = transformers_models.default_probe(model, tokens) if probe is None else probe
+    probe = default_probe(model, tokens) if probe is None else probe
     return new, _receipt(model, new, plan, probe)
 
 

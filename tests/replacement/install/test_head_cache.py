@@ -12,7 +12,8 @@ import headwise
 from headwise.errors import UnsupportedError
 from headwise.replacement import Choice, HeadCache
 from headwise.replacement.install.head_cache import cache_bytes
-from headwise.replacement.install.kept_keys import KeyRing, NewKeys, Reach
+from headwise.replacement.install.kept_keys import KeyRing, LayerPast, NewKeys, Reach
+from headwise.replacement.install.mixed_heads import MixedHeads
 from tests.replacement.install.test_transformers_models import causal_lm, ids, shaken
 from tests.replacement.plans import CACHED, plan_for
 
@@ -320,9 +321,9 @@ def test_what_cannot_be_done_is_said() -> None:
 
 
 def test_long_rings_grow_ahead_and_short_ones_hold_what_they_need() -> None:
-    keys = torch.randn(1, 2, 700, 4)
+    keys = torch.randn(1, 2, 1300, 4)
     ring = KeyRing([Reach()], keys, keys)
-    for n, room in ((40, 40), (41, 41), (511, 511), (600, 637), (637, 637), (638, 677)):
+    for n, room in ((40, 40), (41, 41), (1024, 1024), (1200, 1218), (1218, 1218), (1219, 1238)):
         ring.write(keys[:, :, ring.highest : n], keys[:, :, ring.highest : n], NewKeys(ring.highest, n, 1.0))
         assert ring.keys.shape[2] == ring.values.shape[2] == room
         assert torch.equal(ring.keys[:, :, :n], keys[:, :, :n])
@@ -345,3 +346,45 @@ def test_a_layer_is_the_original_bit_for_bit_while_its_windows_reach_all_keys(fa
             if stop == 12 and family != "sliding layers":
                 assert found.nbytes == cache_bytes(usual)
     assert (a - b).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("short", [1, 1024])
+def test_key_heads_in_any_order_against_written_out_attention(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key heads that keep the same are not neighbours; storage with room to spare, and copied for every token."""
+    monkeypatch.setattr("headwise.replacement.install.kept_keys.SHORT", short)
+    narrow, wide = Choice("window", {"width": 5, "leading": 1}), Choice("window", {"width": 90, "leading": 0})
+    of_key_heads, n, shared = [narrow, SOFTMAX, wide, narrow, SOFTMAX], 140, 2
+    heads = MixedHeads([choice for choice in of_key_heads for _ in range(shared)], 8, 256)
+    past, generator = LayerPast(heads), torch.Generator().manual_seed(0)
+    q = torch.randn(2, 10, n, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 5, n, 8, generator=generator, dtype=torch.float64)
+    parts, done = [], 0
+    with torch.no_grad():
+        for size in [70, 1, 1, 30, *[1] * 38]:
+            new = slice(done, done + size)
+            call = NewKeys(done, done + size, 0.3)
+            parts.append(past.attend(q[:, :, new], k[:, :, new], v[:, :, new], call, lambda k, v: q))
+            done += size
+    p, j = torch.arange(n)[:, None], torch.arange(n)
+    for g, choice in enumerate(of_key_heads):
+        width, leading = (choice.options.get(name, default) for name, default in (("width", n), ("leading", 0)))
+        seen = (j <= p) & ((j > p - width) | (j < leading))
+        for h in range(g * shared, (g + 1) * shared):
+            scores = (0.3 * q[:, h] @ k[:, g].mT).masked_fill(~seen, -torch.inf)
+            torch.testing.assert_close(torch.cat(parts, 2)[:, h], scores.softmax(-1) @ v[:, g])
+    kept = 2 * 6 + 90 + 2 * n
+    bytes_of = 2 * 2 * 8 * 8  # k and v, of two sequences, in float64
+    held = sum(x.numel() * x.element_size() for x in past.tensors)
+    assert kept * bytes_of <= held <= (kept + (0 if short > n else 2 * (n // 64))) * bytes_of
+
+
+def test_a_short_cache_holds_no_more_than_that_of_transformers() -> None:
+    model = causal_lm()
+    new, tokens = rewritten(model, MIXED["window beside softmax"], exact_below={}), ids(1, 30)
+    exact = transformers.DynamicCache(config=model.config)
+    cache = HeadCache(new, keep_all=True)
+    with torch.no_grad():
+        for step in [tokens[:, :20], *tokens[:, 20:].split(1, 1)]:
+            model(step, past_key_values=exact)
+            new(step, past_key_values=cache)
+            assert cache.nbytes == cache_bytes(exact)

@@ -7,6 +7,7 @@ import torch
 
 from headwise.replacement import SOFTMAX, Choice, Plan
 from headwise.replacement.install import kept_keys as kept_keys_module
+from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.planning import timing
 from headwise.replacement.planning.capture import AttentionSite
 from headwise.replacement.planning.timing import kept_keys, relative_costs, time_plan
@@ -15,9 +16,9 @@ WINDOW = Choice("window", {"width": 16, "leading": 4})
 SITES = {name: AttentionSite(name, 4, 2, 8, 64, True) for name in ("a", "b")}
 
 
-def plan(*choices: Choice) -> Plan:
+def plan(*choices: Choice, length: int = 64) -> Plan:
     facts = {"heads": 4, "key_value_heads": 2, "width": 8, "causal": True}
-    return Plan({"sites": {"a": facts, "b": facts}}, 64, {"a": list(choices), "b": [SOFTMAX] * 4})
+    return Plan({"sites": {"a": facts, "b": facts}}, length, {"a": list(choices), "b": [SOFTMAX] * 4})
 
 
 def test_keys_that_the_cache_keeps() -> None:
@@ -58,6 +59,9 @@ def test_a_token_is_timed_with_the_cache_that_decodes(monkeypatch: pytest.Monkey
     seen.clear()
     assert timing._seconds_of_token(WINDOW, 4, 2, 8, 64) > 0
     assert seen == [20] * (timing.REPEATS + 1)
+    seen.clear()
+    assert timing._seconds_of_token(WINDOW, 4, 2, 8, 4) > 0  # the original attention, while the window holds all keys
+    assert seen == []
     far = Choice("near_far", {"block": 4, "rank": 1})  # has no cache
     costs = relative_costs(SITES, [SOFTMAX, far], 64, "decode")
     assert costs["a", far] == costs["a", SOFTMAX]
@@ -73,8 +77,26 @@ def test_layers_are_exact_below_the_length_from_which_they_are_never_slower(monk
         assert groups == 2
         return [1.0, 2.0 if length == 32 else 0.5][: len(versions)]
 
+    def token(heads: MixedHeads, groups: int, length: int) -> list[float]:
+        return [1.0, {32: 0.5, 64: 1.25, 128: 0.75}[length]]
+
     monkeypatch.setattr(timing, "_seconds", seconds)
-    found = time_plan(plan(WINDOW, WINDOW, WINDOW, WINDOW))
+    monkeypatch.setattr(timing, "_token_seconds", token)
+    given = plan(WINDOW, WINDOW, WINDOW, WINDOW, length=128)
+    found = time_plan(given, "prefill")
     assert found["exact_below"] == {"a": 33, "b": 0}
-    assert found["seconds"] == {"32": {"exact": 2.0, "planned": 2.0}, "64": {"exact": 2.0, "planned": 1.5}}
-    torch.testing.assert_close(found["cache"], (20 / 64 + 1) / 2)
+    assert found["seconds"]["32"] == {"exact": 2.0, "planned": 2.0}
+    assert found["seconds"]["128"] == {"exact": 2.0, "planned": 0.5 + 1.0}
+    assert found["token"]["32"] == {"exact": 2.0, "planned": 1.0 + 0.5}
+    # the mean of both is 1.25, 0.875 and 0.625
+    assert time_plan(given)["exact_below"] == {"a": 33, "b": 0}
+    assert time_plan(given, "decode")["exact_below"] == {"a": 65, "b": 0}
+    assert time_plan(given, "memory")["exact_below"] == {"a": 128 // 8, "b": 0}
+    torch.testing.assert_close(found["cache"], (20 / 128 + 1) / 2)
+
+
+def test_encoders_have_no_seconds_of_a_token() -> None:
+    facts = {"heads": 4, "key_value_heads": 4, "width": 8, "causal": False}
+    found = time_plan(Plan({"sites": {"a": facts}}, 32, {"a": [WINDOW] * 4}), "memory")
+    assert "token" not in found
+    assert found["exact_below"] == {"a": 0}

@@ -12,8 +12,9 @@ from headwise.errors import InputError, UnsupportedError
 from headwise.growth.layers.growing_layer import GrowingLayer, MultiHeadLayer
 from headwise.growth.layers.transformers_layer import TransformersLayer
 from headwise.growth.optimizer_state import holders
+from headwise.models.pretrained.derived_models import is_pretrained
 from headwise.models.widths.head_dimensions import HeadDimensions
-from headwise.models.widths.resized_models import resizable, resized
+from headwise.models.widths.resized_models import resized
 from headwise.models.widths.widened_attention import NAME
 from headwise.nn.multihead import MultiHead
 
@@ -25,7 +26,7 @@ def growing_layers(model: nn.Module, probe: dict[str, Any] | None = None) -> dic
         for name, module in model.named_modules()
         if isinstance(module, MultiHead) and module.query.weight.requires_grad and module.key.weight.requires_grad
     }
-    if not found and resizable(model):
+    if not found and is_pretrained(model):
         for name, module in resized(model, probe).items():
             dimensions = getattr(module, NAME)
             assert isinstance(dimensions, HeadDimensions)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.intercept import running_calls
+from headwise.models.pretrained.derived_models import default_probe
 from headwise.models.run import as_it_was, run_model
 from headwise.models.widths.head_dimensions import HeadDimensions
 from headwise.operators.masks import Mask
@@ -260,19 +261,3 @@ def attention_sites(model: Any, probe: dict[str, Any] | None = None) -> list[Res
     if not found:
         model.set_attn_implementation(before)
     return found
-
-
-def default_probe(model: Any, length: int) -> dict[str, Any] | None:
-    """A random input, `length` tokens or an image; None for models with other inputs."""
-    config, generator = model.config, torch.Generator().manual_seed(0)
-    like = next(model.parameters())
-    if model.main_input_name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
-        ids = torch.randint(config.vocab_size, (1, length), generator=generator).to(like.device)
-        if getattr(config, "is_encoder_decoder", False):
-            return {"input_ids": ids, "decoder_input_ids": ids[:, :-1]}
-        last = {"logits_to_keep": 64} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        return {"input_ids": ids, **last}
-    if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        size = (1, getattr(config, "num_channels", 3), config.image_size, config.image_size)
-        return {"pixel_values": torch.randn(size, generator=generator).to(like)}
-    return None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
 from headwise.models.intercept import AttentionMode, nothing_seen, read_sdpa
+from headwise.models.pretrained.derived_models import is_pretrained
 from headwise.nn.drop_in import TorchSignature
 from headwise.nn.multihead import check_convertible, torch_biases, torch_weights
 from headwise.operators.masks import Mask
@@ -34,9 +35,7 @@ SDPA = "scaled_dot_product_attention"
 
 def attention_sites(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that compute attention, by name; the model itself if it is not known which of its modules do."""
-    pretrained = {
-        id(part) for each in model.modules() if transformers_models.is_pretrained(each) for part in each.modules()
-    }
+    pretrained = {id(part) for each in model.modules() if is_pretrained(each) for part in each.modules()}
     sites = {}
     for name, module in model.named_modules():
         known = transformers_models.calls_interface(module) if id(module) in pretrained else _calls_sdpa(type(module))

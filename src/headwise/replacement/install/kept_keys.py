@@ -29,8 +29,8 @@ ROWS = 512
 """Queries of a continued prompt that are computed at once: their mask has ROWS x n entries."""
 
 
-SHORT = 512
-"""Keys below which a cache has no room to spare: copying them for every token takes as long as torch.cat."""
+SHORT = 1024
+"""Keys below which a cache has no room to spare: it is copied for every token, as that of transformers is."""
 
 
 class NewKeys(NamedTuple):
@@ -90,8 +90,7 @@ class KeyRing:
         """P v (b, h, m, d) of new queries (b, h, m, k); also writes the new keys."""
         if new.n - new.before == 1:
             self.write(k, v, new)
-            used = min(new.n, self.capacity)
-            keys, values = self.keys.narrow(2, 0, used), self.values.narrow(2, 0, used)
+            keys, values = _first(self.keys, min(new.n, self.capacity)), _first(self.values, min(new.n, self.capacity))
             if new.keep is None and self.alike:  # every slot is visible
                 return _shared_keys(q, keys, values, None, new.scale)
             return _shared_keys(
@@ -111,32 +110,44 @@ class KeyRing:
         return torch.cat(parts, 2)
 
     def write(self, k: Tensor, v: Tensor, new: NewKeys) -> None:
-        before, n = new.before, new.n
-        self._grow(n)
-        for stored, x in ((self.keys, k), (self.values, v)):
-            if n - before == 1:
-                slot = before if n <= self.capacity else self.leading + (before - self.leading) % self.ring
-                stored.select(2, slot).copy_(x.select(2, 0))
-            elif n <= self.capacity:
-                stored[:, :, before:n] = x
-            else:
-                kept = torch.arange(before, n, device=x.device)
-                kept = kept[(kept < self.leading) | (kept >= n - self.ring)]
-                slots = torch.where(kept < self.leading, kept, self.leading + (kept - self.leading) % self.ring)
-                stored[:, :, slots] = x[:, :, kept - before]
-            if new.first is not None and self.leading and before < int(new.first.max()) + self.leading:
-                leading = stored[:, :, : self.leading]
-                wanted = new.first.unsqueeze(-1) + torch.arange(leading.shape[2], device=x.device) - before
-                here = (wanted >= 0) & (wanted < n - before)
-                index = wanted.clamp(0, n - before - 1)[:, None, :, None].expand(-1, *x.shape[1:2], -1, x.shape[-1])
-                leading.copy_(torch.where(here[:, None, :, None], x.gather(2, index), leading))
+        before, n, room = new.before, new.n, self.keys.shape[2]
+        if room < n <= min(SHORT, self.capacity):
+            self.keys = torch.cat([_first(self.keys, before), k], 2)
+            self.values = torch.cat([_first(self.values, before), v], 2)
+        else:
+            self._grow(n)
+            self._put(self.keys, k, before)
+            self._put(self.values, v, before)
+        if new.first is not None and self.leading and before < int(new.first.max()) + self.leading:
+            self._put_leading(self.keys, k, new)
+            self._put_leading(self.values, v, new)
         self.highest = max(self.highest, n)
+
+    def _put(self, stored: Tensor, x: Tensor, before: int) -> None:
+        n = before + x.shape[2]
+        if n <= self.capacity:
+            stored.narrow(2, before, x.shape[2]).copy_(x)
+        elif n - before == 1:
+            stored.narrow(2, self.leading + (before - self.leading) % self.ring, 1).copy_(x)
+        else:
+            kept = torch.arange(before, n, device=x.device)
+            kept = kept[(kept < self.leading) | (kept >= n - self.ring)]
+            slots = torch.where(kept < self.leading, kept, self.leading + (kept - self.leading) % self.ring)
+            stored[:, :, slots] = x[:, :, kept - before]
+
+    def _put_leading(self, stored: Tensor, x: Tensor, new: NewKeys) -> None:
+        """The first real keys of each sequence, where padding comes first."""
+        assert new.first is not None
+        leading = stored[:, :, : self.leading]
+        wanted = new.first.unsqueeze(-1) + torch.arange(leading.shape[2], device=x.device) - new.before
+        here = (wanted >= 0) & (wanted < x.shape[2])
+        index = wanted.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1])
+        leading.copy_(torch.where(here[:, None, :, None], x.gather(2, index), leading))
 
     def _grow(self, n: int) -> None:
         n, room = min(n, self.capacity), self.keys.shape[2]
         if n > room:
-            # room for more, so that most tokens copy nothing; short caches hold no more than those of transformers
-            size = min(self.capacity, n if n < SHORT else n + n // 16)
+            size = min(self.capacity, n + n // 64)  # so that few tokens copy
             for name in ("keys", "values"):
                 old = getattr(self, name)
                 grown = old.new_empty(*old.shape[:2], size, old.shape[-1])
@@ -288,7 +299,9 @@ class LayerPast:
         )  # keys that every head attends to, if some head drops any
         self.count = 0
         self.whole: AllKeys | None = None
-        self.blocks: list[tuple[KeyHeads, Block]] = []
+        self.blocks: list[Block] = []
+        self.sizes: list[int] = []  # key heads of every block
+        self.order: Tensor | None = None  # of the key heads in the blocks, if it is another
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, new: NewKeys, original: Callable[[Tensor, Tensor], Tensor]
@@ -311,15 +324,15 @@ class LayerPast:
     def fill(self, k: Tensor, v: Tensor, scale: float) -> None:
         """Hold the keys and values of a beginning that is attended to by later queries only."""
         self.count = k.shape[2]
-        self._open(k, v, NewKeys(0, self.count, scale), whole=self.keep_all)
+        exact = self.heads.runs_exact(self.count) or self.count <= self.covered
+        self._open(k, v, NewKeys(0, self.count, scale), whole=exact or self.keep_all)
 
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, new: NewKeys, original: Callable[[Tensor, Tensor], Tensor], exact: bool
     ) -> Tensor:
         if self.whole is not None and exact:
             self.whole.write(k, v, new)
-            keys, values = (x[:, :, : new.n] for x in self.whole.tensors)
-            return original(keys, values)
+            return original(_first(self.whole.keys, new.n), _first(self.whole.values, new.n))
         if self.whole is not None and self.keep_all:
             return self.whole.attend(q, k, v, new)
         if self.whole is not None:
@@ -332,13 +345,14 @@ class LayerPast:
                 "start, or plan for a greater length"
             )
         if len(self.blocks) == 1:
-            return self.blocks[0][1].attend(q, k, v, new)
-        grouped = q.unflatten(1, (k.shape[1], -1))  # (b, g, queries of a key head, m, k)
-        out = q.new_empty(*grouped.shape[:-1], v.shape[-1])
-        for own, block in self.blocks:
-            part = grouped[:, own]
-            out[:, own] = block.attend(part.flatten(1, 2), k[:, own], v[:, own], new).view(*part.shape[:-1], -1)
-        return out.flatten(1, 2)
+            return self.blocks[0].attend(q, k, v, new)
+        shared = q.shape[1] // k.shape[1]
+        if self.order is not None:
+            q, k, v = _reordered(q, self.order, shared), _reordered(k, self.order), _reordered(v, self.order)
+        queries = q.split([shared * size for size in self.sizes], 1)
+        parts = zip(self.blocks, queries, k.split(self.sizes, 1), v.split(self.sizes, 1), strict=True)
+        out = torch.cat([block.attend(q, k, v, new) for block, q, k, v in parts], 1)
+        return out if self.order is None else _reordered(out, self.order.argsort(), shared)
 
     def _open(self, k: Tensor, v: Tensor, new: NewKeys, *, whole: bool) -> None:
         """Start with the keys and values of new.n positions."""
@@ -347,22 +361,25 @@ class LayerPast:
             self.whole = AllKeys(self.heads, k, v)
             self.whole.write(k, v, new)
             return
-        shared = len(self.heads.choices) // k.shape[1]
-        for members in _blocks(self.heads.choices, k.shape[1]):
-            queries = [g * shared + i for g in members for i in range(shared)]
+        shared, members = len(self.heads.choices) // k.shape[1], _blocks(self.heads.choices, k.shape[1])
+        order, self.sizes = [g for own in members for g in own], [len(own) for own in members]
+        self.order = None if order == sorted(order) else torch.tensor(order, device=k.device)
+        if self.order is not None:
+            k, v = _reordered(k, self.order), _reordered(v, self.order)
+        parts = k.split(self.sizes, 1), v.split(self.sizes, 1)
+        for own, keys, values in zip(members, *parts, strict=True):
+            queries = [g * shared + i for g in own for i in range(shared)]
             choices = [self.heads.choices[i] for i in queries]
-            own = _indices(members, k.device)
-            parts = k[:, own], v[:, own]
             reaches = [reach(choice) for choice in choices]
             block: Block
             if all(reaches):
-                block = KeyRing([r for r in reaches if r], *parts, spare=self.spare)
+                block = KeyRing([r for r in reaches if r], keys, values, spare=self.spare)
             elif choices[0].definition.features is not None and len(set(choices)) == 1:
-                block = RunningSums(choices[0], *parts)
+                block = RunningSums(choices[0], keys, values)
             else:
-                block = AllKeys(self.heads.part(queries), *parts)
-            block.write(*parts, new)
-            self.blocks.append((own, block))
+                block = AllKeys(self.heads.part(queries), keys, values)
+            block.write(keys, values, new)
+            self.blocks.append(block)
 
     def crop(self, count: int) -> None:
         """Take back the positions from `count` on; UnsupportedError, and nothing changed, if that cannot be done."""
@@ -387,11 +404,7 @@ class LayerPast:
         return [x for block in self._parts() for x in block.tensors]
 
     def _parts(self) -> list[Block]:
-        return [self.whole] if self.whole is not None else [block for _, block in self.blocks]
-
-
-KeyHeads = slice | Tensor
-"""Indices of key heads; a slice, which is a view, if they are at equal distances."""
+        return [self.whole] if self.whole is not None else self.blocks
 
 
 def _blocks(choices: Sequence[Choice], key_heads: int) -> list[list[int]]:
@@ -409,10 +422,16 @@ def _blocks(choices: Sequence[Choice], key_heads: int) -> list[list[int]]:
     return list(members.values())
 
 
-def _indices(heads: list[int], device: torch.device) -> KeyHeads:
-    step = heads[1] - heads[0] if len(heads) > 1 else 1
-    even = heads == list(range(heads[0], heads[-1] + 1, step))
-    return slice(heads[0], heads[-1] + 1, step) if even else torch.tensor(heads, device=device)
+def _reordered(x: Tensor, order: Tensor, shared: int = 1) -> Tensor:
+    """x (b, g * shared, ...) with its groups of `shared` heads in another order."""
+    if shared == 1:
+        return x.index_select(1, order)
+    return x.unflatten(1, (-1, shared)).index_select(1, order).flatten(1, 2)
+
+
+def _first(x: Tensor, count: int) -> Tensor:
+    """The first keys of x (b, g, n, d)"""
+    return x if x.shape[2] == count else x.narrow(2, 0, count)
 
 
 def _shared_keys(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:

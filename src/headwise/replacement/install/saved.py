@@ -6,6 +6,7 @@ model.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import nn
 from headwise.errors import HeadwiseError, InputError
 from headwise.models.gate import UNTRUSTED, Trust, from_pretrained, one_line, quiet, transformers_library
 from headwise.models.load import LoadedModel, check_values, save_preprocessor
+from headwise.models.pretrained.derived_models import PREFIX, check_complete
 from headwise.models.weight_files import check_directory
 from headwise.output_directory import OutputDirectory, check_unchanged
 from headwise.outputs import writing
 from headwise.replacement.install.other_models import RewrittenModel
-from headwise.replacement.install.transformers_models import PREFIX, check_complete, rewritten_class
+from headwise.replacement.install.transformers_models import REWRITTEN, rewritten_class
 from headwise.replacement.plans import Plan, installed_choices
 from headwise.replacement.rewriting import rewrite
 
@@ -38,10 +40,9 @@ def load(
         if model is None:
             raise InputError(f"{path} holds weights and a plan; pass the original model too: load(directory, model=…)")
         new = _load_weights(path, model)
-    else:
-        new = _load_pretrained(path, trust, options)
-    check_unchanged(path, ".safetensors")
-    return new
+        check_unchanged(path, ".safetensors")
+        return new
+    return _load_pretrained(path, trust, options)
 
 
 def _load_pretrained(path: Path, trust: Trust, options: dict[str, Any]) -> nn.Module:
@@ -55,7 +56,7 @@ def _load_pretrained(path: Path, trust: Trust, options: dict[str, Any]) -> nn.Mo
         raise InputError(f"{path} holds a model that was not rewritten; load it with AutoModel.from_pretrained")
     installed_choices(plan, f"{path / 'config.json'}: headwise")
     name = str(next(iter(getattr(config, "architectures", None) or ()), None))
-    base = getattr(transformers, name.removeprefix(PREFIX), None)
+    base = _original_class(transformers, config, name.removeprefix(PREFIX))
     if not (isinstance(base, type) and issubclass(base, transformers.PreTrainedModel)):
         raise InputError(f"{path} holds a {name}, which this version of transformers does not have")
     try:
@@ -64,6 +65,13 @@ def _load_pretrained(path: Path, trust: Trust, options: dict[str, Any]) -> nn.Mo
         raise InputError(str(error) if str(path) in str(error) else f"cannot load {path}: {error}") from error
     check_values(str(path), new)
     return new
+
+
+def _original_class(transformers: Any, config: Any, name: str) -> Any:
+    """The class, also one that the library does not export, such as the encoder of a model; None if there is none."""
+    known = transformers.MODEL_MAPPING.get(type(config).__base__, None)
+    module = None if known is None else sys.modules.get(getattr(known, "__module__", ""))
+    return getattr(transformers, name, None) or getattr(module, name, None)
 
 
 def save(new: nn.Module, plan: Plan, out: OutputDirectory, loaded: LoadedModel | None = None) -> None:
@@ -93,5 +101,5 @@ def _load_weights(path: Path, model: nn.Module) -> nn.Module:
         raise InputError(
             f"{path / WEIGHTS} does not hold the weights of this {type(model).__name__} ({one_line(error)})"
         ) from error
-    check_complete(str(path / WEIGHTS), {"missing_keys": missing, "unexpected_keys": unexpected})
+    check_complete(str(path / WEIGHTS), {"missing_keys": missing, "unexpected_keys": unexpected}, REWRITTEN)
     return new.eval()

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from headwise.distributed import sequence_parallel
 from headwise.errors import InputError, UnsupportedError
+from headwise.models.pretrained.derived_models import is_pretrained
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.base import AttentionOperator
 from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.mixed_heads import HeadGroup, MixedHeads
-from headwise.replacement.install.transformers_models import is_pretrained
 from headwise.replacement.kinds import HeadInputs
 
 NAME = "headwise-sequence-parallel"

@@ -71,21 +71,21 @@ def attention(
         out, weights = heads(query, key, value, mask, scale=scale, dropout=dropout, need_weights=needed)
         return out.transpose(1, 2).contiguous(), weights
 
-    def original(key: Tensor, value: Tensor) -> Tensor:
-        """(b, h, m, d) as the model was."""
+    def original(key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        """(b, m, h, d) as the model was."""
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         pairs = _pairs(attention_mask, query.shape[-2])
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
-        return sdpa_attention_forward(module, query, key, value, pairs, **options, **kwargs)[0].transpose(1, 2)
+        return sdpa_attention_forward(module, query, key, value, pairs, **options, **kwargs)
 
     if past is None and (heads is None or heads.replaced is None or heads.runs_exact(n)):
-        return original(key, value).transpose(1, 2), None
+        return original(key, value)
     read = Mask.from_transformers(attention_mask, flag, query.shape[-2], n)
     if heads is not None and heads.replaced is not None:
         _check_supported(module, heads, read, position_bias, dropout)
     if past is not None:
-        out = past.attend(query, key, value, read, scale, original)
+        out = past.attend(query, key, value, read, scale, lambda k, v: original(k, v)[0].transpose(1, 2))
     else:
         assert heads is not None
         out = heads(query, key, value, key_mask=read.key_mask, causal=read.causal, scale=scale)

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from headwise.errors import InputError, UnsupportedError
-from headwise.models.gate import Trust, forget_names_in_files, pretrained_model
+from headwise.errors import UnsupportedError
+from headwise.models.pretrained.derived_models import (
+    PREFIX,
+    Change,
+    changed_modules,
+    derive,
+    derived_class,
+    read_changed_config,
+)
 from headwise.models.run import OwnHook, as_it_was
 from headwise.replacement.install import transformers_attention as interface
-from headwise.replacement.install.auto_classes import rewritten_config
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.plans import INSTALLED_VERSION, Plan, installed_choices
-
-PREFIX = "Headwise"
-
-
-def is_pretrained(model: nn.Module) -> bool:
-    """Whether `model` is a PreTrainedModel, without importing transformers."""
-    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(model).__mro__)
 
 
 @functools.cache
@@ -96,104 +95,45 @@ def install(model: Any, plan: Plan) -> nn.Module:
         "beyond": plan.beyond,
         "sites": sites,
     }
-    forget_names_in_files(model)
-    model.config.__class__ = rewritten_config(type(model.config))
-    model.__class__ = rewritten_class(type(model))
+    derive(model, REWRITTEN)
     model.set_attn_implementation(interface.NAME)
     return model
 
 
-@functools.cache  # one subclass per class, so that isinstance works
-def rewritten_class(base: type) -> type:
-    """`base` with MixedHeads where the plan in its config says; `generate` refuses caches its heads cannot use."""
-
-    class Rewritten(base):
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            plan = getattr(config, "headwise", None)
-            if plan is None:
-                raise InputError(f"{type(self).__name__}: its config holds no plan; load {base.__name__} instead")
-            super().__init__(config, *args, **kwargs)
-            interface.register()
-            modules = dict(self.named_modules())
-            for site, choices in installed_choices(plan, "config.json: headwise").items():
-                # the body of a model that was saved with its head lacks the first part of the name
-                name = site if site in modules else site.removeprefix(f"{self.base_model_prefix}.")
-                if name not in modules:
-                    raise InputError(f"config.json: headwise: {base.__name__} has no module {site!r}")
-                heads = MixedHeads(choices, plan["sites"][site]["width"], plan["length"])
-                heads.exact_below, heads.beyond = plan["sites"][site]["exact_below"], plan["beyond"]
-                modules[name].add_module(interface.NAME, heads)
-            self.set_attn_implementation(interface.NAME)
-
-        @classmethod
-        def from_pretrained(cls, source: str | Path, *args: Any, **options: Any) -> Any:
-            """As in transformers, but raises InputError unless the files hold exactly the tensors of the model."""
-            with_info = options.pop("output_loading_info", False)
-            trust = Trust(trust_remote_code=bool(options.pop("trust_remote_code", False)))
-            if args:
-                raise UnsupportedError(f"{cls.__name__}.from_pretrained takes no arguments for the model's class")
-            place = Path(source) if Path(source).is_dir() else str(source)
-            model, info = pretrained_model(super(), place, trust, **options)
-            if cls.__name__ not in (model.config.architectures or ()):  # the body of a model saved with its head
-                body = f"{model.base_model_prefix}."
-                info = {**info, "unexpected_keys": {key for key in info["unexpected_keys"] if key.startswith(body)}}
-            check_complete(str(source), info)
-            return (model, info) if with_info else model
-
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
-            _check_cache(self, kwargs)
-            return super().generate(*args, **kwargs)
-
-        def _prepare_cache_for_generation(self, settings: Any, inputs: dict, *others: Any) -> None:
-            """A HeadCache where transformers makes a DynamicCache."""
-            given = inputs.get("past_key_values")
-            super()._prepare_cache_for_generation(settings, inputs, *others)
-            if given is None and inputs.get("past_key_values") is not None:
-                inputs["past_key_values"] = _head_cache(self, inputs["past_key_values"], longest=others[-1])
-                if settings.is_assistant:
-                    inputs["past_key_values"].activate_past_recording()
-
-        def __reduce__(self) -> tuple[Any, ...]:
-            return _blank, (base,), self.__dict__  # the class is generated, so it cannot be imported
-
-    if not hasattr(base, "generate"):
-        del Rewritten.generate, Rewritten._prepare_cache_for_generation
-    Rewritten.__name__ = Rewritten.__qualname__ = f"{PREFIX}{base.__name__}"
-    Rewritten.__doc__ = f"{base.__name__} with some heads replaced by headwise."
-    return Rewritten
+def _install(model: Any) -> None:
+    """MixedHeads where the plan in the config says."""
+    plan = model.config.headwise
+    sites = installed_choices(plan, "config.json: headwise")
+    for site, module in changed_modules(model, REWRITTEN, sites):
+        heads = MixedHeads(sites[site], plan["sites"][site]["width"], plan["length"])
+        heads.exact_below, heads.beyond = plan["sites"][site]["exact_below"], plan["beyond"]
+        module.add_module(interface.NAME, heads)
 
 
-def check_complete(source: str, info: Mapping[str, Collection[str]]) -> None:
-    """Raise InputError unless the files hold exactly the tensors of the model; `info` as transformers reports it."""
-    for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "holds unknown")):
-        names = sorted(info[key])
-        if names:
-            shown = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
-            raise InputError(
-                f"{source} {what} tensors, {len(names)} in all: {shown}; its files do not belong together, so rewrite "
-                "the original model again"
-            )
+class _Generates:
+    """`generate` of a rewritten model, which refuses caches its heads cannot use."""
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_cache(self, kwargs)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_cache_for_generation(self: Any, settings: Any, inputs: dict, *others: Any) -> None:
+        """A HeadCache where transformers makes a DynamicCache."""
+        given = inputs.get("past_key_values")
+        super()._prepare_cache_for_generation(settings, inputs, *others)  # type: ignore[misc]
+        if given is None and inputs.get("past_key_values") is not None:
+            inputs["past_key_values"] = _head_cache(self, inputs["past_key_values"], longest=others[-1])
+            if settings.is_assistant:
+                inputs["past_key_values"].activate_past_recording()
 
 
-def _blank(base: type) -> Any:
-    cls: Any = rewritten_class(base)
-    return cls.__new__(cls)
+def _mixins(base: type) -> tuple[type, ...]:
+    return (_Generates,) if hasattr(base, "generate") else ()
 
 
-def default_probe(model: Any, length: int) -> dict[str, Any] | None:
-    """A random input, `length` tokens or an image; None for models with other inputs."""
-    config, generator = model.config, torch.Generator().manual_seed(0)
-    like = next(model.parameters())
-    if model.main_input_name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
-        ids = torch.randint(config.vocab_size, (1, length), generator=generator).to(like.device)
-        if getattr(config, "is_encoder_decoder", False):
-            return {"input_ids": ids, "decoder_input_ids": ids[:, :-1]}
-        last = {"logits_to_keep": 64} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        return {"input_ids": ids, **last}
-    if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        size = (1, getattr(config, "num_channels", 3), config.image_size, config.image_size)
-        return {"pixel_values": torch.randn(size, generator=generator).to(like)}
-    return None
+REWRITTEN = Change(interface.NAME, "plan", "rewrite the original model again", interface.register, _install, _mixins)
+read_config = partial(read_changed_config, REWRITTEN)
+rewritten_class = partial(derived_class, REWRITTEN)
 
 
 def check_reached(model: Any, probe: dict[str, Any], plan: Plan) -> None:

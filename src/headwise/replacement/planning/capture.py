@@ -37,7 +37,9 @@ def find_sites(model: nn.Module, batch: Any) -> dict[str, AttentionSite]:
         out = original(*call, **options)
         q, k, v, mask, _ = read_sdpa(*call, **options)
         reason = None
-        if not is_padding_or_causal(mask):
+        if mask.attn_bias is not None:
+            reason = "a bias is added to its scores"
+        elif not is_padding_or_causal(mask):
             reason = "its mask is neither padding nor causal"
         elif q.shape[-2] != k.shape[-2]:
             reason = f"it has {q.shape[-2]} queries for {k.shape[-2]} keys, and plans are for self-attention"

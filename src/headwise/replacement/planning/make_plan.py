@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.distributed.dealing import dealt, from_first, several
@@ -163,10 +164,8 @@ def plan(
             "confidence": CONFIDENCE,
         },
     ).at(tolerance)
-    timing = from_first(lambda: time_plan(result))
-    below = timing.pop("exact_below")
-    # a cache that is to be small cannot keep all keys until a crossover
-    return replace(result, timing=timing, exact_below={} if objective in ("memory", "decode") else below)
+    timing = from_first(lambda: time_plan(result, objective))
+    return replace(result, exact_below=timing.pop("exact_below"), timing=timing)
 
 
 def _by_kind(batches: Batches | Iterable[Any]) -> dict[str, list[Any]]:
@@ -322,12 +321,15 @@ class _Run:
         for index, batch in enumerate(self._choosing(kind)):
 
             def compute(batch: Any = batch) -> Tensor:
+                if len(self.choices) == 1:
+                    return torch.zeros(sum(site.key_value_heads for site in self.sites.values()), 1, 1)
                 generator = torch.Generator().manual_seed(self.seed)
                 candidates = {
-                    site: [self._heads(site, [c] * s.heads) for c in self.choices] for site, s in self.sites.items()
+                    site: [self._heads(site, [c] * s.heads) for c in self.choices[1:]] for site, s in self.sites.items()
                 }
                 x = sensitivities(self.model, batch, self.sites, candidates, self.answer, generator)
-                return torch.cat([x[site] for site in self.sites])
+                # the first choice is exact attention, which moves nothing
+                return F.pad(torch.cat([x[site] for site in self.sites]), (0, 0, 1, 0))
 
             x = self.store.stored(f"sensitivities {kind} {index}", compute)
             grams.append(gram_of(x))
@@ -368,7 +370,7 @@ class _Run:
                 length = _length(batch, self.lengths[-1])
                 shorter = [n for n in self.lengths if n <= length and self.answer.by_position]
                 for n in shorter or [length]:
-                    by_length.setdefault(n, []).extend(drift[..., :n].mean(2).amax(0).tolist())
+                    by_length.setdefault(n, []).extend(drift[..., :n].mean(2).amax(0).clamp(min=0).tolist())
             return dict(sorted(by_length.items()))
 
         drifts = self.store.stored(f"drifts {kind} {plan.chosen}", compute)

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headwise.models.intercept import SdpaArguments, four_axes, intercept, read_sdpa
+from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.planning.capture import AttentionSite, layers_of
 from headwise.replacement.planning.drift import Answer, Replacement
+from headwise.replacement.standard_kinds import SOFTMAX
 
 
 def sensitivities(
@@ -46,15 +48,19 @@ def sensitivities(
     calls: dict[str, tuple[SdpaArguments, Tensor]] = {}  # of one layer at a time, if layers are recomputed
     layers = layers_of(model, list(sites)).values() if answer.probes == 1 else ()
     backward = False
+    exact = {name: MixedHeads([SOFTMAX] * site.heads, site.width, site.length) for name, site in sites.items()}
 
     def watch(name: str, original: Callable[..., Tensor], call: tuple, options: dict) -> Tensor:
-        out = original(*call, **options)
         if name not in sites:
-            return out
+            return original(*call, **options)
+        arguments = read_sdpa(*call, **options)
+        q, k, v, mask, scale = arguments
+        # exact attention by the kernels that planned heads have: its gradient takes half as long as torch's
+        out = exact[name](q, k, v, key_mask=mask.key_mask, causal=mask.causal, scale=scale)
+        out = out.reshape(*(call[0] if call else options["query"]).shape[:-1], out.shape[-1])
         if not out.requires_grad:
             out.requires_grad_()
         if backward or not layers:
-            arguments = read_sdpa(*call, **options)
             arguments = arguments._replace(q=arguments.q.detach(), k=arguments.k.detach(), v=arguments.v.detach())
             calls[name] = arguments, four_axes(out.detach())
         if backward:
@@ -64,9 +70,9 @@ def sensitivities(
         def collect(gradient: Tensor) -> None:
             gradients.append(four_axes(gradient.detach()))
             if len(gradients) == answer.probes:
-                arguments, exact = calls.pop(name)
+                arguments, before = calls.pop(name)
                 groups = sites[name].key_value_heads
-                samples[name] = _products(candidates[name], arguments, exact, gradients, groups, answer.by_position)
+                samples[name] = _products(candidates[name], arguments, before, gradients, groups, answer.by_position)
 
         out.register_hook(collect)
         outputs.append(out)

@@ -71,48 +71,82 @@ def _seconds_alone(choice: Choice, heads: int, groups: int, width: int, length: 
 
 @cache  # sites of one model are alike
 def _seconds_of_token(choice: Choice, heads: int, groups: int, width: int, length: int) -> float:
-    """Median time of a new query against a cache that holds `length` keys before it."""
-    generator = torch.Generator().manual_seed(0)
-    past = LayerPast(MixedHeads([choice] * heads, width, 2 * length + REPEATS))
-    k, v = torch.randn(2, 1, groups, length, width, generator=generator)
-    q, new_k, new_v = (torch.randn(1, h, 1, width, generator=generator) for h in (heads, groups, groups))
+    return _token_seconds(MixedHeads([choice] * heads, width, 2 * length + REPEATS), groups, length)[-1]
+
+
+def _token_seconds(heads: MixedHeads, groups: int, length: int) -> list[float]:
+    """Median time of a new query after `length` keys: exact, with all keys copied for every token as by transformers,
+    and with a HeadCache."""
+    generator, width = torch.Generator().manual_seed(0), heads.width
+    past, scale = LayerPast(heads), width**-0.5
+    keys, values = torch.randn(2, 1, groups, length, width, generator=generator)
+    q, k, v = (torch.randn(1, h, 1, width, generator=generator) for h in (len(heads.choices), groups, groups))
 
     def original(keys: Tensor, values: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, keys, values, scale=width**-0.5, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=True)
 
-    times = []
-    with torch.no_grad():
-        past.fill(k, v, width**-0.5)
+    times: list[list[float]] = [[], []]
+    with torch.no_grad(), heads.at_any_length():
+        past.fill(keys, values, scale)
         for n in range(length, length + REPEATS + 1):
             start = time.perf_counter()
-            past.attend(q, new_k, new_v, NewKeys(n, n + 1, width**-0.5), original)
-            times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+            keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+            original(keys, values)
+            middle = time.perf_counter()
+            past.attend(q, k, v, NewKeys(n, n + 1, scale), original)
+            times[0].append(middle - start)
+            times[1].append(time.perf_counter() - middle)
+    return [statistics.median(own[1:]) for own in times]
 
 
-def time_plan(plan: Plan) -> dict[str, Any]:
+def time_plan(plan: Plan, objective: str = "seconds") -> dict[str, Any]:
     """Seconds of attention in the whole model, exact and as planned, by length; and keys in its cache.
 
-    `exact_below` is, for each site, the least of the lengths from which on the planned heads were never slower.
+    seconds      of all queries at once, by length
+    token        of a new query after so many keys, in decoders whose heads can use a cache
+    exact_below  for each site, the least of the lengths from which on the planned heads were never slower in what the
+                 objective is about; for "memory" an eighth of the length at most, so that no cache gets larger by it
     """
     lengths = [n for n in (1 << i for i in range(5, 25)) if n < plan.length] + [plan.length]
-    rows = {n: [0.0, 0.0] for n in lengths}
+    rows: dict[str, dict[int, list[float]]] = {part: {n: [0.0, 0.0] for n in lengths} for part in ("seconds", "token")}
     below: dict[str, int] = {}
-    measured: dict[tuple, dict[int, list[float]]] = {}  # sites of one model are alike
+    measured: dict[tuple, dict[str, dict[int, list[float]]]] = {}  # sites of one model are alike
+    decodes = all(
+        plan.model["sites"][site]["causal"] and choice.definition.cached
+        for site, choices in plan.sites.items()
+        for choice in choices
+    )
     for site, choices in plan.sites.items():
         facts = plan.model["sites"][site]
-        exact, heads = MixedHeads([SOFTMAX] * len(choices), facts["width"], plan.length), plan.mixed_heads(site)
-        versions = [exact] if heads.replaced is None else [exact, heads]
+        heads = plan.mixed_heads(site)
         groups, key = facts.get("key_value_heads", len(choices)), (tuple(choices), facts["width"], facts["causal"])
         if key not in measured:
-            measured[key] = {n: _seconds(versions, groups, n, facts["causal"]) for n in lengths}
-        slower = [n for n, seconds in measured[key].items() if seconds[-1] > seconds[0]]
-        below[site] = max(slower) + 1 if slower else 0
-        for n, seconds in measured[key].items():
-            rows[n][0] += seconds[0]
-            rows[n][1] += seconds[-1 if n >= below[site] else 0]
-    by_length = {str(n): {"exact": a, "planned": b} for n, (a, b) in rows.items()}
-    return {"seconds": by_length, "cache": kept_share(plan), "exact_below": below}
+            exact = MixedHeads([SOFTMAX] * len(choices), facts["width"], plan.length)
+            versions = [exact] if heads.replaced is None else [exact, heads]
+            measured[key] = {"seconds": {n: _seconds(versions, groups, n, facts["causal"]) for n in lengths}}
+            if decodes:
+                measured[key]["token"] = {n: _token_seconds(heads, groups, n) for n in lengths}
+        below[site] = 0 if heads.replaced is None else _crossover(measured[key], objective)
+        if objective == "memory":
+            below[site] = min(below[site], plan.length // 8)
+        for part, by_length in measured[key].items():
+            for n, seconds in by_length.items():
+                rows[part][n][0] += seconds[0]
+                rows[part][n][1] += seconds[-1 if n >= below[site] else 0]
+    found = {
+        part: {str(n): {"exact": a, "planned": b} for n, (a, b) in by_length.items()}
+        for part, by_length in rows.items()
+        if part == "seconds" or decodes
+    }
+    return {**found, "cache": kept_share(plan), "exact_below": below}
+
+
+def _crossover(measured: Mapping[str, Mapping[int, Sequence[float]]], objective: str) -> int:
+    """The least of the lengths from which on the mean of last / first was never above 1."""
+    wanted = {"seconds": ("seconds", "token"), "decode": ("token",), "memory": ("token",)}.get(objective, ("seconds",))
+    parts = [measured[part] for part in wanted if part in measured]
+    slower = [n for n in measured["seconds"] if parts and sum(x[n][-1] / x[n][0] for x in parts) > len(parts)]
+    return max(slower) + 1 if slower else 0
 
 
 def kept_share(plan: Plan) -> float:

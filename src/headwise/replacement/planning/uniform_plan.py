@@ -10,8 +10,8 @@ from torch import nn
 from headwise.errors import InputError
 from headwise.models.fingerprint import weights_hash
 from headwise.models.inputs import max_positions
+from headwise.models.pretrained.derived_models import default_probe, is_pretrained
 from headwise.models.run import as_it_was
-from headwise.replacement.install import transformers_models
 from headwise.replacement.kinds import Choice
 from headwise.replacement.planning.capture import find_sites
 from headwise.replacement.plans import Plan
@@ -39,8 +39,8 @@ def uniform_plan(
 
     A layer that cannot be planned, such as cross-attention, stays as it is and is listed in `skipped`.
     """
-    if batch is None and transformers_models.is_pretrained(model):
-        batch = transformers_models.default_probe(model, SHORT)
+    if batch is None and is_pretrained(model):
+        batch = default_probe(model, SHORT)
     if batch is None:
         raise InputError(
             f"{type(model).__name__}: an input is needed to find its attention; pass probe=, or return "

@@ -1,0 +1,1 @@
+"""Models of transformers that headwise changes: classes, files and inputs of them."""
