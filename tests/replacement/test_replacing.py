@@ -67,11 +67,12 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> T
 
 
 class Grouped(nn.Module):
-    """Two key heads for four query heads, another scale, and attention in a function of its own."""
+    """Fewer key heads than query heads, another scale, and attention in a function of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, key_heads: int) -> None:
         super().__init__()
-        self.q, self.k, self.v = nn.Linear(E, E), nn.Linear(E, E // 2), nn.Linear(E, E // 2)
+        width = E // H * key_heads
+        self.q, self.k, self.v = nn.Linear(E, E), nn.Linear(E, width), nn.Linear(E, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, E // H)).transpose(1, 2) for part in (self.q, self.k, self.v))
@@ -102,14 +103,14 @@ def timm_like() -> tuple[nn.Module, Callable[..., Tensor]]:
     return Blocks(), call
 
 
-def by_hand() -> tuple[nn.Module, Callable[..., Tensor]]:
+def by_hand(key_heads: int) -> tuple[nn.Module, Callable[..., Tensor]]:
     def call(model: nn.Module, x: Tensor, which: str) -> Tensor:
         keys = padding(which)
         visible = torch.ones(B, 1, N, N, dtype=torch.bool) if keys is None else (~keys)[:, None, None, :]
         mask = visible.tril() if which == "causal" else visible.expand(B, 1, N, N)
         return model(x, torch.zeros(mask.shape, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min))
 
-    return Grouped(), call
+    return Grouped(key_heads), call
 
 
 def bert() -> tuple[nn.Module, Callable[..., Tensor]]:
@@ -147,7 +148,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Tensor]]]] = {
     "nn.TransformerEncoder": partial(encoder, batch_first=True),
     "nn.TransformerEncoder, sequence first": partial(encoder, batch_first=False),
     "timm": timm_like,
-    "grouped": by_hand,
+    "grouped": partial(by_hand, 2),
+    "one key head": partial(by_hand, 1),
     "BERT": bert,
     "Llama": llama,
 }
@@ -225,7 +227,7 @@ def dropping(name: str, p: float) -> tuple[nn.Module, Callable[..., Tensor], Ten
     return model, call, x
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "grouped"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("grouped", "one key head")])
 def test_dropout_is_that_of_the_model(name: str) -> None:
     """With softmax and one seed, the same entries are dropped as in the model itself; with a window, some are."""
     model, call, x = dropping(name, 0.3)

@@ -75,6 +75,7 @@ class OperatorHeads(nn.Module):
         if dropout or need_weights:
             weights = F.dropout(operator.dense(q).expand(b, h, m, n), dropout)
         out = weights.to(v.dtype) @ v if weights is not None and dropout else operator(v)
+        out = out.expand(b, h, m, -1)  # P and v may both be one for all heads
         if back is None:
             return out, weights
         if weights is not None:
