@@ -104,7 +104,10 @@ class OperatorHeads(nn.Module):
         kind = self.choice.definition
         initial = kind.initial(self.options, n, width)
         tensors = {name: x.to(inputs.q).expand(h, *x.shape) for name, x in initial.items()}
-        self.choice.check_inputs(inputs)
+        try:
+            self.choice.check_inputs(inputs)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.where}: {error}") from error
         return kind.build(inputs, self.options, tensors)
 
     def _padding_before(self, mask: Mask) -> Tensor | None:
