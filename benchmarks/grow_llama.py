@@ -6,8 +6,8 @@ Two layers of 4 query heads on 2 key heads, 8 dimensions each, are trained to lo
 head is narrowed to its slowest rotated pair (the rest of its dimensions is multiplied by zero): the one that the
 trained model needs most, since another one would not be missed.  The heads are ranked before the model can move the
 work to another head, which it does within 20 steps.  Printed are the place of the narrow head in `Grower.scores()` (1
-of 4 is found), the same for each of the other key heads narrowed instead, the validation loss when the narrow head grows
-by 6 unrotated dimensions, at once and after 100 steps, and the same for the key head that is ranked last.
+of 4 is found), the same for each of the other key heads narrowed instead, the validation loss when the narrow head
+grows by 6 unrotated dimensions, at once and after 100 steps, and the same for the key head that is ranked last.
 """
 
 from __future__ import annotations
