@@ -109,8 +109,10 @@ def test_widths_are_taken_where_they_cost_least() -> None:
     one = dict.fromkeys(curves, 1)
     assert allocate(curves, 1.0, one) == {"a": 8, "b": 8, "c": 8}
     assert allocate(curves, 0.75, one) == {"a": 4, "b": 8, "c": 2}  # a first, then all of c: 0.3 for 6 numbers
-    with pytest.raises(InputError, match=r"keep = 0.1 is less than the narrowest widths"):
+    message = r"keep = 0.1 is less than the narrowest widths that are tried, 6 of 24 .*; keep at least 0.25$"
+    with pytest.raises(InputError, match=message):
         allocate(curves, 0.1, one)
+    assert allocate(curves, 0.25, one) == dict.fromkeys(curves, 2)
 
 
 def batches(name: str) -> list[dict[str, Tensor]]:
@@ -187,6 +189,10 @@ def test_what_cannot_be_narrowed_says_why() -> None:
         shrink(model, batches("llama"), keep=0)
     with pytest.raises(InputError, match="half of the batches choose and half measure, but there are 1"):
         shrink(model, batches("llama")[:1])
+    asked: list[Any] = []
+    with pytest.raises(InputError, match=r"keep = 0.01 is less than .* keep at least 0\.\d+$"):
+        shrink(model, batches("llama"), keep=0.01, progress=lambda *step: asked.append(step))
+    assert not asked  # nothing was measured for it
     with pytest.raises(InputError, match=r"is given 1 tokens, .* give at least 4"):
         shrink(model, [{"input_ids": torch.ones(1, 1, dtype=torch.long)}] * 2)
     with pytest.raises(UnsupportedError, match="Linear is no model of transformers"):

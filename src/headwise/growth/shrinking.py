@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -105,8 +105,10 @@ def shrink(
     chosen_by, measured_by = batches[0::2], batches[1::2]
     new = narrow_copy(model, chosen_by[0])
     statistics = gather(new, chosen_by)
+    heads = {site: x.key_heads for site, x in statistics.items()}
+    _check_keep({site: [*x.levels(), x.width] for site, x in statistics.items()}, keep, heads)
     curves = drift_curves(new, statistics, chosen_by[:JUDGES], progress)
-    widths = allocate(curves, keep, {site: x.key_heads for site, x in statistics.items()})
+    widths = allocate(curves, keep, heads)
     return new, narrowed_copy_report(model, new, statistics, widths, measured_by)
 
 
@@ -400,6 +402,7 @@ def allocate(curves: Mapping[str, Mapping[int, float]], keep: float, heads: Mapp
 
     Narrows the module that loses least per number saved, along the convex hull of its curve.
     """
+    _check_keep(curves, keep, heads)
     widths = {site: max(curve) for site, curve in curves.items()}
     allowed = keep * sum(heads[site] * width for site, width in widths.items())
     queue: list[tuple[float, str, int]] = []
@@ -415,9 +418,17 @@ def allocate(curves: Mapping[str, Mapping[int, float]], keep: float, heads: Mapp
     for site in curves:
         push(site)
     while sum(heads[site] * width for site, width in widths.items()) > allowed:
-        if not queue:
-            raise InputError(f"shrink: keep = {keep} is less than the narrowest widths, {widths}")
         _, site, width = heapq.heappop(queue)
         widths[site] = width
         push(site)
     return widths
+
+
+def _check_keep(levels: Mapping[str, Collection[int]], keep: float, heads: Mapping[str, int]) -> None:
+    """Raise InputError if the narrowest of the widths of each module are more than the share `keep`."""
+    narrowest, widest = (sum(heads[site] * f(x) for site, x in levels.items()) for f in (min, max))
+    if keep * widest < narrowest:
+        raise InputError(
+            f"shrink: keep = {keep} is less than the narrowest widths that are tried, {narrowest} of {widest} "
+            f"query/key dimensions; keep at least {math.ceil(1000 * narrowest / widest) / 1000:g}"
+        )
