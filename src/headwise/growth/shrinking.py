@@ -316,10 +316,11 @@ def gather(model: nn.Module, batches: Sequence[Batch]) -> dict[str, SiteStatisti
         for site in sites:
             dimensions_of(model, site).observer = lambda call, out, site=site: calls[site].append(call)  # type: ignore[assignment]
             module = model.get_submodule(site)
-            note = lambda module, args, kwargs, site=site: inputs.__setitem__(site, (args, kwargs))  # noqa: E731
+            note = lambda module, args, kwargs, site=site: _first(inputs, site, (args, kwargs))  # noqa: E731
             handles.append(module.register_forward_pre_hook(note, with_kwargs=True, prepend=True))
         with as_it_was(model):
             for batch in batches:
+                inputs.clear()
                 run_model(model, batch)
                 for site in sites:
                     seen, calls[site] = calls[site], []
@@ -339,6 +340,11 @@ def gather(model: nn.Module, batches: Sequence[Batch]) -> dict[str, SiteStatisti
         for site in sites:
             del dimensions_of(model, site).observer
     return statistics
+
+
+def _first(inputs: dict[str, tuple[tuple, dict]], site: str, given: tuple[tuple, dict]) -> None:
+    """Keep the inputs of the first call of a module, which may be called several times (ALBERT)."""
+    inputs.setdefault(site, given)
 
 
 def _pairs(
