@@ -6,8 +6,8 @@ Two layers of 4 query heads on 2 key heads, 8 dimensions each, are trained to lo
 head is narrowed to its slowest rotated pair (the rest of its dimensions is multiplied by zero): the one that the
 trained model needs most, since another one would not be missed.  The heads are ranked before the model can move the
 work to another head, which it does within 20 steps.  Printed are the place of the narrow head in `Grower.scores()` (1
-of 4 is found), the validation loss when it grows by 6 unrotated dimensions, at once and after 100 steps, and the same
-for the key head that is ranked last.
+of 4 is found), the same for each of the other key heads narrowed instead, the validation loss when the narrow head
+grows by 6 unrotated dimensions, at once and after 100 steps, and the same for the key head that is ranked last.
 """
 
 from __future__ import annotations
@@ -96,16 +96,17 @@ def one_seed(seed: int) -> dict[str, Any]:
         return float(model.loss(*unseen))
 
     wide = validation(model)
-    costs = {}
-    for place in ((layer, head) for layer in range(2) for head in range(2)):
-        plant(model, *place)
-        costs[place] = validation(model)
-    layer, head = max(costs, key=lambda place: costs[place])
-    plant(model, layer, head)
-    order = [(s.layer, s.head) for s in observed(*copy.deepcopy((model, optimizer))).scores()]
-    planted = (f"layers.{layer}.self_attn", head)
-    row: dict[str, Any] = {"place": order.index(planted) + 1, "wide": wide, "before": validation(model)}
-    row |= {"narrowed": costs[layer, head], "head": planted}
+    costs, orders = {}, {}
+    for layer, head in ((layer, head) for layer in range(2) for head in range(2)):
+        plant(model, layer, head)
+        name = f"layers.{layer}.self_attn"
+        costs[name, head] = validation(model) - wide
+        orders[name, head] = [(s.layer, s.head) for s in observed(*copy.deepcopy((model, optimizer))).scores()]
+    most = sorted(costs, key=lambda key: -costs[key])
+    planted, order = most[0], orders[most[0]]
+    plant(model, int(planted[0].split(".")[1]), planted[1])
+    row: dict[str, Any] = {"wide": wide, "before": validation(model), "head": planted}
+    row["every"] = [(costs[key], orders[key].index(key) + 1) for key in most]
     for name, key in (("planted", planted), ("last", order[-1] if order[-1] != planted else order[-2])):
         grown, state = copy.deepcopy((model, optimizer))
         grower = observed(grown, state)
@@ -131,9 +132,13 @@ def main() -> None:
             rows[str(seed)] = one_seed(seed)
             if options.into is not None:
                 write_json(options.into, rows)
-        print(f"seed {seed}: the planted head is number {rows[str(seed)]['place']} of 4", flush=True)
-    found = sum(row["place"] == 1 for row in rows.values())
-    print(f"\nfound in {found} of {len(rows)} seeds; validation loss at once, and after {LATER} steps")
+        places = ", ".join(f"{place} (+{cost:.3f})" for cost, place in rows[str(seed)]["every"])
+        print(f"seed {seed}: number of the narrow head (and what narrowing it costs): {places}", flush=True)
+    for i, which in enumerate(("most needed", "second", "third", "least needed")):
+        found = [row["every"][i][1] == 1 for row in rows.values()]
+        cost = interval([row["every"][i][0] for row in rows.values()])
+        print(f"the {which} key head narrowed: +{cost}, found in {sum(found)} of {len(found)} seeds")
+    print(f"\nthe most needed narrowed; validation loss at once, and after {LATER} steps")
     for name, what in (("none", "no growth"), ("planted", "the planted head grows"), ("last", "the last one grows")):
         columns = zip(*(row[name] for row in rows.values()), strict=True)
         print(f"  {what:24s} " + "   ".join(interval(list(column)) for column in columns))

@@ -141,6 +141,7 @@ def test_what_is_left_is_listed_with_the_reason() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quantised = torch.ao.nn.quantized.dynamic.Conv2d(2, 2, 3)
+        scripted = torch.jit.script(nn.Conv2d(2, 2, 3))
     model = nn.ModuleDict(
         {
             "good": first,
@@ -156,6 +157,7 @@ def test_what_is_left_is_listed_with_the_reason() -> None:
             "replaced": replaced,
             "meta": nn.Conv2d(2, 2, 3, device="meta"),
             "quantised": quantised,
+            "scripted": scripted,
         }
     )
     with warnings.catch_warnings():
@@ -178,7 +180,9 @@ def test_what_is_left_is_listed_with_the_reason() -> None:
         "replaced",
         "meta",
         "quantised",
+        "scripted",
     }
+    assert "torch.jit: convert before" in why["scripted"]
     assert "prune" in why["pruned"]
     assert "forward was replaced" in why["replaced"]
     assert "meta device" in why["meta"]

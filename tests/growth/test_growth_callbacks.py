@@ -1,4 +1,4 @@
-"""Growth inside transformers' Trainer, and the hooks of Lightning's with a stand-in for its Trainer."""
+"""Growth inside transformers' Trainer and, where it is installed, Lightning's; its hooks also with a stand-in."""
 
 from __future__ import annotations
 
@@ -76,6 +76,45 @@ def test_lightning_calls_observe_before_and_grow_after_steps() -> None:
     assert [step for step, _ in callback.events] == [40, 80]
     assert any(event.changes for _, event in callback.events)
     assert sum(module.reader.blocks[0].attend.key_widths) > 2
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_lightnings_trainer_grows_clips_accumulates_and_saves(tmp_path: Path) -> None:
+    lightning: Any = pytest.importorskip("lightning.pytorch")
+
+    class Lit(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reader = Reader(TASK, width=16, layers=1, heads=2, key_width=1)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self.reader.loss(*batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+
+    torch.manual_seed(0)
+    draws = torch.Generator().manual_seed(1)
+    held, data = TASK.draw(64, draws), [TASK.draw(16, draws) for _ in range(160)]
+    callback = LightningGrowthCallback(lambda reader: reader.loss(*held), every=40, observe=8, attention="reader")
+    module = Lit()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=[callback], accumulate_grad_batches=2,
+        gradient_clip_val=1.0, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=str(tmp_path),
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+    assert [step for step, _ in callback.events] == [40, 80]
+    assert sum(module.reader.blocks[0].attend.key_widths) > 2
+    (optimizer,) = trainer.optimizers
+    held_parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held_parameters == {id(p) for p in module.parameters()}
+    assert all(state["exp_avg"].shape == p.shape for p, state in optimizer.state.items())
+    again = Lit()
+    saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
+    again.load_state_dict(saved["state_dict"])
+    torch.testing.assert_close(again.reader.loss(*held), module.reader.loss(*held))
 
 
 def test_a_schedule_needs_steps() -> None:

@@ -110,8 +110,10 @@ def test_widths_are_taken_where_they_cost_least() -> None:
     one = dict.fromkeys(curves, 1)
     assert allocate(curves, 1.0, one) == {"a": 8, "b": 8, "c": 8}
     assert allocate(curves, 0.75, one) == {"a": 4, "b": 8, "c": 2}  # a first, then all of c: 0.3 for 6 numbers
-    with pytest.raises(InputError, match=r"keep = 0.1 is less than the narrowest widths"):
+    message = r"keep = 0.1 is less than the narrowest widths that are tried, 6 of 24 .*; keep at least 0.25$"
+    with pytest.raises(InputError, match=message):
         allocate(curves, 0.1, one)
+    assert allocate(curves, 0.25, one) == dict.fromkeys(curves, 2)
 
 
 def batches(name: str) -> list[dict[str, Tensor]]:
@@ -182,6 +184,41 @@ def test_padding_is_no_part_of_the_drift() -> None:
     torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
 
 
+def test_a_layer_that_a_model_uses_twice_is_narrowed_once() -> None:
+    """ALBERT: the positions are seen in the first call, whose inputs are kept."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AlbertConfig(
+        vocab_size=40, embedding_size=8, hidden_size=24, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=32, num_hidden_groups=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = in_double(transformers.AlbertModel(config)).eval()
+    held = batch("bert", 5)
+    same, report = shrink(model, batches("bert"), keep=1.0)
+    torch.testing.assert_close(same(**held)[0], model(**held)[0])
+    new, report = shrink(model, batches("bert"), keep=0.5)
+    assert list(report.widths.values()) == [(6, 3)]
+    assert 0 < report.drift < 0.2
+    assert not torch.equal(new(**held)[0], model(**held)[0])
+
+
+def test_capped_scores_are_refused_and_the_model_stays_as_it_was() -> None:
+    import transformers
+
+    config = transformers.Gemma2Config(
+        vocab_size=40, hidden_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
+        intermediate_size=32,
+    )  # fmt: skip
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedError, match="Gemma2Attention: softcap changes the softmax, so its heads keep"):
+        shrink(model, batches("llama"), keep=0.5)
+    with pytest.raises(UnsupportedError, match="Gemma2Attention: softcap changes the softmax"):
+        Grower(model, torch.optim.SGD(model.parameters(), 1e-3))
+    assert model.config._attn_implementation == before
+
+
 def test_what_cannot_be_narrowed_says_why() -> None:
     model = made("llama").eval()
     with pytest.raises(InputError, match="keep must be above 0 and at most 1, but is 0"):
@@ -201,6 +238,10 @@ def test_what_cannot_be_narrowed_says_why() -> None:
         shrink(damaged, batches("llama"))
     with pytest.raises(InputError, match="half of the batches choose and half measure, but there are 1"):
         shrink(model, batches("llama")[:1])
+    asked: list[Any] = []
+    with pytest.raises(InputError, match=r"keep = 0.01 is less than .* keep at least 0\.\d+$"):
+        shrink(model, batches("llama"), keep=0.01, progress=lambda *step: asked.append(step))
+    assert not asked  # nothing was measured for it
     with pytest.raises(InputError, match=r"is given 1 tokens, .* give at least 4"):
         shrink(model, [{"input_ids": torch.ones(1, 1, dtype=torch.long)}] * 2)
     with pytest.raises(UnsupportedError, match="Linear is no model of transformers"):

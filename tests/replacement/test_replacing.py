@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -67,11 +68,12 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> T
 
 
 class Grouped(nn.Module):
-    """Two key heads for four query heads, another scale, and attention in a function of its own."""
+    """Fewer key heads than query heads, another scale, and attention in a function of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, key_heads: int) -> None:
         super().__init__()
-        self.q, self.k, self.v = nn.Linear(E, E), nn.Linear(E, E // 2), nn.Linear(E, E // 2)
+        width = E // H * key_heads
+        self.q, self.k, self.v = nn.Linear(E, E), nn.Linear(E, width), nn.Linear(E, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, E // H)).transpose(1, 2) for part in (self.q, self.k, self.v))
@@ -102,14 +104,14 @@ def timm_like() -> tuple[nn.Module, Callable[..., Tensor]]:
     return Blocks(), call
 
 
-def by_hand() -> tuple[nn.Module, Callable[..., Tensor]]:
+def by_hand(key_heads: int) -> tuple[nn.Module, Callable[..., Tensor]]:
     def call(model: nn.Module, x: Tensor, which: str) -> Tensor:
         keys = padding(which)
         visible = torch.ones(B, 1, N, N, dtype=torch.bool) if keys is None else (~keys)[:, None, None, :]
         mask = visible.tril() if which == "causal" else visible.expand(B, 1, N, N)
         return model(x, torch.zeros(mask.shape, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min))
 
-    return Grouped(), call
+    return Grouped(key_heads), call
 
 
 def bert() -> tuple[nn.Module, Callable[..., Tensor]]:
@@ -147,7 +149,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Tensor]]]] = {
     "nn.TransformerEncoder": partial(encoder, batch_first=True),
     "nn.TransformerEncoder, sequence first": partial(encoder, batch_first=False),
     "timm": timm_like,
-    "grouped": by_hand,
+    "grouped": partial(by_hand, 2),
+    "one key head": partial(by_hand, 1),
     "BERT": bert,
     "Llama": llama,
 }
@@ -225,7 +228,7 @@ def dropping(name: str, p: float) -> tuple[nn.Module, Callable[..., Tensor], Ten
     return model, call, x
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "grouped"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("grouped", "one key head")])
 def test_dropout_is_that_of_the_model(name: str) -> None:
     """With softmax and one seed, the same entries are dropped as in the model itself; with a window, some are."""
     model, call, x = dropping(name, 0.3)
@@ -363,6 +366,48 @@ def test_what_cannot_be_replaced_is_said() -> None:
     model.layers[0].self_attn.forward = print
     with pytest.raises(UnsupportedError, match=r"the forward of this MultiheadAttention was replaced by another"):
         headwise.replace(model, "window")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_attention_that_a_module_checkpoints_is_refused_and_checkpointing_the_module_is_not(reentrant: bool) -> None:
+    """What torch computes again in the backward pass would be the module's own attention: wrong gradients."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Block):
+        def forward(self, x: Tensor, *masks: Any) -> Tensor:
+            return checkpoint(super().forward, x, *masks, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    block, inner, x = Block().double(), Checkpointed().double(), torch.randn(B, N, E).double().requires_grad_()
+    inner.load_state_dict(block.state_dict())
+    with headwise.replace(block, "window", width=3), headwise.replace(inner, "window", width=3):
+        expected = torch.autograd.grad(block(x).square().sum(), block.qkv.weight)[0]
+        checkpoint(block, x, use_reentrant=reentrant).square().sum().backward()
+        torch.testing.assert_close(block.qkv.weight.grad, expected)
+        with pytest.raises(UnsupportedError, match=r"Checkpointed: torch\.utils\.checkpoint is called inside of this"):
+            inner(x)
+        with torch.no_grad():
+            torch.testing.assert_close(inner(x), block(x))
+
+
+def test_patterns_choose_the_layers_and_cross_attention_says_where_it_is() -> None:
+    torch.manual_seed(0)
+    model = nn.Transformer(E, H, 1, 1, 24, batch_first=True, dropout=0.0).double().eval()
+    x, y = torch.randn(B, N, E).double(), torch.randn(B, 7, E).double()
+    before = model(x, y)
+    message = "decoder.layers.0.multihead_attn: window: m = 7 queries against n = 13 keys.*naming the other layers"
+    with headwise.replace(model, "window", width=3), pytest.raises(UnsupportedError, match=message):
+        model(x, y)
+    with headwise.replace(model, {"*.self_attn": Choice("window", {"width": 3})}) as receipt:
+        assert list(receipt.sites) == ["encoder.layers.0.self_attn", "decoder.layers.0.self_attn"]
+        assert (model(x, y) - before).abs().max() > 1e-3
+    with pytest.raises(InputError, match=r"no attention at '\*\.attention'"):
+        headwise.replace(model, {"*.attention": "window"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match=r"compiled by torch\.jit"):
+        headwise.replace(scripted, "window")
 
 
 def test_a_failure_half_way_leaves_the_model_as_it_was() -> None:

@@ -98,7 +98,7 @@ def convert(module: nn.Module, mode: Mode = exact, *, probe: Tensor | None = Non
     reason = _why_not(module)
     if reason is None:
         return _convert_layer("convolution", cast(Convolution, module), mode, probe)
-    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) or _is_quantised(module):
+    if _is_convolution(module):
         raise UnsupportedError(f"convert: {type(module).__name__}: {reason}")
     return _convert_model(module, mode, probe)
 
@@ -185,6 +185,8 @@ def _why_not(module: nn.Module) -> str | None:
     """Why this module cannot be converted; None for a convolution that can."""
     if isinstance(module, TRANSPOSED):
         return WHY_NOT_TRANSPOSED
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is compiled by torch.jit: convert before that"
     if _is_quantised(module):
         return f"{type(module).__name__} has quantised weights: convert the float model, and quantise afterwards"
     if isinstance(module, LazyModuleMixin):
@@ -231,7 +233,7 @@ def _convert_model(model: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[
         if reason is None:
             layers[name], receipt = _convert_layer(name, cast(Convolution, part), mode, None)
             parts.append(receipt)
-        elif isinstance(part, (*CONVOLUTIONS, *TRANSPOSED)) or _is_quantised(part):
+        elif _is_convolution(part):
             left.append(Left(name, reason))
     if not layers:
         reasons = "; ".join(f"{entry.what}: {entry.why}" for entry in left)
@@ -263,6 +265,13 @@ def _convert_model(model: nn.Module, mode: Mode, probe: Tensor | None) -> tuple[
         weights="; ".join(dict.fromkeys(part.weights for part in parts)),
     )
     return new, receipt
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    """Whether this is a convolution of some kind; torch.jit keeps only the name of a class."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.original_name in {kind.__name__ for kind in (*CONVOLUTIONS, *TRANSPOSED)}
+    return isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) or _is_quantised(module)
 
 
 def _is_quantised(module: nn.Module) -> bool:

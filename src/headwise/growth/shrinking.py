@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -110,8 +110,10 @@ def shrink(
     chosen_by, measured_by = batches[0::2], batches[1::2]
     new = narrow_copy(model, chosen_by[0])
     statistics = gather(new, chosen_by)
+    heads = {site: x.key_heads for site, x in statistics.items()}
+    _check_keep({site: [*x.levels(), x.width] for site, x in statistics.items()}, keep, heads)
     curves = drift_curves(new, statistics, chosen_by[:JUDGES], progress)
-    widths = allocate(curves, keep, {site: x.key_heads for site, x in statistics.items()})
+    widths = allocate(curves, keep, heads)
     return new, narrowed_copy_report(model, new, statistics, widths, measured_by)
 
 
@@ -319,10 +321,11 @@ def gather(model: nn.Module, batches: Sequence[Batch]) -> dict[str, SiteStatisti
         for site in sites:
             dimensions_of(model, site).observer = lambda call, out, site=site: calls[site].append(call)  # type: ignore[assignment]
             module = model.get_submodule(site)
-            note = lambda module, args, kwargs, site=site: inputs.__setitem__(site, (args, kwargs))  # noqa: E731
+            note = lambda module, args, kwargs, site=site: _first(inputs, site, (args, kwargs))  # noqa: E731
             handles.append(module.register_forward_pre_hook(note, with_kwargs=True, prepend=True))
         with as_it_was(model):
             for batch in batches:
+                inputs.clear()
                 run_model(model, batch)
                 for site in sites:
                     seen, calls[site] = calls[site], []
@@ -342,6 +345,11 @@ def gather(model: nn.Module, batches: Sequence[Batch]) -> dict[str, SiteStatisti
         for site in sites:
             del dimensions_of(model, site).observer
     return statistics
+
+
+def _first(inputs: dict[str, tuple[tuple, dict]], site: str, given: tuple[tuple, dict]) -> None:
+    """Keep the inputs of the first call of a module, which may be called several times (ALBERT)."""
+    inputs.setdefault(site, given)
 
 
 def _pairs(
@@ -405,6 +413,7 @@ def allocate(curves: Mapping[str, Mapping[int, float]], keep: float, heads: Mapp
 
     Narrows the module that loses least per number saved, along the convex hull of its curve.
     """
+    _check_keep(curves, keep, heads)
     widths = {site: max(curve) for site, curve in curves.items()}
     allowed = keep * sum(heads[site] * width for site, width in widths.items())
     queue: list[tuple[float, str, int]] = []
@@ -420,9 +429,17 @@ def allocate(curves: Mapping[str, Mapping[int, float]], keep: float, heads: Mapp
     for site in curves:
         push(site)
     while sum(heads[site] * width for site, width in widths.items()) > allowed:
-        if not queue:
-            raise InputError(f"shrink: keep = {keep} is less than the narrowest widths, {widths}")
         _, site, width = heapq.heappop(queue)
         widths[site] = width
         push(site)
     return widths
+
+
+def _check_keep(levels: Mapping[str, Collection[int]], keep: float, heads: Mapping[str, int]) -> None:
+    """Raise InputError if the narrowest of the widths of each module are more than the share `keep`."""
+    narrowest, widest = (sum(heads[site] * f(x) for site, x in levels.items()) for f in (min, max))
+    if keep * widest < narrowest:
+        raise InputError(
+            f"shrink: keep = {keep} is less than the narrowest widths that are tried, {narrowest} of {widest} "
+            f"query/key dimensions; keep at least {math.ceil(1000 * narrowest / widest) / 1000:g}"
+        )

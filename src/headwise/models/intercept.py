@@ -20,7 +20,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -272,6 +272,19 @@ class _Interception(AttentionMode):
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that torch.compile(module) wraps, so that names are those of the module."""
     return getattr(model, "_orig_mod", model)
+
+
+def is_checkpointed(outermost: CodeType) -> bool:
+    """Whether torch.utils.checkpoint has called this, inside of the running call of `outermost`.
+
+    It computes its part again in the backward pass, outside of a mode that was open in the forward pass.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def running_calls(names: dict[int, str], frame: FrameType | None) -> list[Running]:

@@ -281,7 +281,8 @@ class Choice:
                 + (
                     f"{self.kind} cannot compute new queries from cached keys; call generate with use_cache=False"
                     if inputs.mask.causal
-                    else "it needs queries and keys at the same positions; use softmax for cross-attention"
+                    else "it needs queries and keys at the same positions; use softmax for cross-attention, in "
+                    "headwise.replace by naming the other layers, {'*.self_attn': ...}"
                 )
             )
 

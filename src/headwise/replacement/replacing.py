@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, final
 
+import torch
 from torch import nn
 
 import headwise.operators
@@ -28,7 +30,8 @@ def replace(model: nn.Module, operator: Operator | Mapping[str | int, Operator],
     """Compute the attention of `model` by another operator, in place.
 
     operator  a name ("window"), a builder (functools.partial(window, width=65), or an nn.Module with parameters), or
-              {layer: operator} for some layers, by the name of a module or by number; the others stay as they are
+              {layer: operator} for some layers, by the name of a module, by a pattern ("*.self_attn", as of files) or
+              by number; the others stay as they are
     options   of the operator, if it is given by name
 
     The model keeps its parameters, its names and its masks: padding on either side and causality, boolean or additive,
@@ -49,6 +52,8 @@ def replace(model: nn.Module, operator: Operator | Mapping[str | int, Operator],
     if not isinstance(model, nn.Module):
         raise InputError(f"replace: model must be an nn.Module, but is {shown(model)}")
     model = uncompiled(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError("replace: the model is compiled by torch.jit; replace its attention before that")
     for name, module in model.named_modules():
         if hasattr(module, interface.NAME):
             raise UnsupportedError(
@@ -142,7 +147,7 @@ def _by_site(sites: list[str], operator: Any, options: dict[str, Any]) -> dict[s
         if isinstance(layer, int) and not isinstance(layer, bool):
             found = sites[layer : layer + 1] if layer >= 0 else []
         else:
-            found = [site for site in sites if site == layer or site.startswith(f"{layer}.")]
+            found = [site for site in sites if site.startswith(f"{layer}.") or fnmatchcase(site, str(layer))]
         if not found:
             shown_sites = ", ".join(map(repr, sites[:8])) + (" …" if len(sites) > 8 else "")
             raise InputError(f"replace: no attention at {layer!r}; the {len(sites)} attention layers are {shown_sites}")

@@ -103,6 +103,11 @@ def attention(
     dimensions: HeadDimensions | None = getattr(module, NAME, None)
     scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     options = {"scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(
+                f"{type(module).__name__}: {name} changes the softmax, so its heads keep their width"
+            )
     if dimensions is None:
         _note_site(module, query, key)
         if getattr(module, "config", None) is not None and getattr(module.config, NAME, None):
@@ -111,11 +116,6 @@ def attention(
                 "HeadDimensions: a stock class has loaded the files; load them with AutoModel after `import headwise`"
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, **options, **kwargs)
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedError(
-                f"{type(module).__name__}: {name} changes the softmax, so its heads keep their width"
-            )
     x, context, cached = _RUNNING.inputs.pop(id(module))  # keys that come from a WidenedCache have their new width
     wide_q = dimensions.queries(query, x)
     wide_k = key if cached else dimensions.keys(key, context)

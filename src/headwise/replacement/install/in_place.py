@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
-from headwise.models.intercept import AttentionMode, nothing_seen, read_sdpa
+from headwise.models.intercept import AttentionMode, is_checkpointed, nothing_seen, read_sdpa
 from headwise.models.pretrained.derived_models import is_pretrained
 from headwise.nn.drop_in import TorchSignature
 from headwise.nn.multihead import check_convertible, torch_biases, torch_weights
@@ -107,7 +108,7 @@ class _Scope(nn.Module):
     headwise: OperatorHeads
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        mode = _Answers(self.headwise)
+        mode = _Answers(self.headwise, has_gradients=torch.is_grad_enabled())
         with mode:
             out = super().forward(*args, **kwargs)
         if not mode.has_answered:
@@ -118,12 +119,17 @@ class _Scope(nn.Module):
 class _Answers(AttentionMode):
     """Attention calls by `heads`."""
 
-    def __init__(self, heads: OperatorHeads) -> None:
+    def __init__(self, heads: OperatorHeads, *, has_gradients: bool) -> None:
         super().__init__()
-        self.heads, self.has_answered = heads, False
+        self.heads, self.has_gradients, self.has_answered = heads, has_gradients, False
 
     def attend(self, function: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:
         self.has_answered = True
+        if self.has_gradients and not torch.compiler.is_compiling() and is_checkpointed(_Scope.forward.__code__):
+            raise UnsupportedError(
+                f"{self.heads.where}: torch.utils.checkpoint is called inside of this module and computes its "
+                "attention again in the backward pass, as it was before; switch it off, or checkpoint the whole module"
+            )
         q, k, v, mask, scale = read_sdpa(*args, **kwargs)
         dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         out, _ = self.heads(q, k, v, mask, scale=scale, dropout=dropout)

@@ -78,6 +78,7 @@ class OperatorHeads(nn.Module):
         if dropout or need_weights:
             weights = F.dropout(operator.dense(q).expand(b, h, m, n), dropout)
         out = weights.to(v.dtype) @ v if weights is not None and dropout else operator(v)
+        out = out.expand(b, h, m, -1)  # P and v may both be one for all heads
         if back is None:
             return out, weights
         if weights is not None:
@@ -109,7 +110,10 @@ class OperatorHeads(nn.Module):
         kind = self.choice.definition
         initial = kind.initial(self.options, n, width)
         tensors = {name: x.to(inputs.q).expand(h, *x.shape) for name, x in initial.items()}
-        self.choice.check_inputs(inputs)
+        try:
+            self.choice.check_inputs(inputs)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.where}: {error}") from error
         return kind.build(inputs, self.options, tensors)
 
     def _padding_before(self, mask: Mask) -> Tensor | None:

@@ -6,7 +6,6 @@ are not changed.  Several threads may run it at once, and other models beside it
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
-from headwise.models.intercept import intercept, nothing_seen, read_sdpa
+from headwise.models.intercept import intercept, is_checkpointed, nothing_seen, read_sdpa
 from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal
 from headwise.replacement.plans import Plan
 
@@ -49,7 +48,7 @@ class RewrittenModel(nn.Module):
             keys = call[1] if len(call) > 1 else options["key"]
             if not isinstance(mixed, MixedHeads) or mixed.replaced is None or mixed.runs_exact(keys.shape[-2]):
                 return original(*call, **options)
-            if has_gradients and _is_checkpointed():
+            if has_gradients and is_checkpointed(RewrittenModel.forward.__wrapped__.__code__):
                 raise UnsupportedError(
                     f"{site}: {type(self.model).__name__} uses torch.utils.checkpoint, which computes this part again "
                     "in the backward pass, with its own attention instead of the plan's; switch gradient checkpointing "
@@ -67,16 +66,6 @@ class RewrittenModel(nn.Module):
                 "replaces heads; plan again for this model and input"
             )
         return out
-
-
-def _is_checkpointed() -> bool:
-    """Whether torch.utils.checkpoint has called this, inside of RewrittenModel.forward."""
-    frame = sys._getframe()
-    while frame is not None and not (frame.f_code.co_name == "forward" and frame.f_globals is globals()):
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _attend(site: str, heads: MixedHeads, call: tuple, options: dict) -> Tensor:
