@@ -374,7 +374,7 @@ def test_attention_that_a_module_checkpoints_is_refused_and_checkpointing_the_mo
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(Block):
-        def forward(self, x: Tensor, *masks: Any) -> Tensor:
+        def forward(self, x: Tensor, *masks: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
             return checkpoint(super().forward, x, *masks, use_reentrant=reentrant)
 
     torch.manual_seed(0)

@@ -50,7 +50,8 @@ def without_cache(model: nn.Module, batch: Batch) -> Batch:
         return batch
     accepted = inspect.signature(model.forward).parameters
     takes = "use_cache" in accepted or any(x.kind is x.VAR_KEYWORD for x in accepted.values())
-    return {**batch, "use_cache": False} if takes else batch
+    with_option: dict[str, Any] = {**batch, "use_cache": False}
+    return with_option if takes else batch
 
 
 def check_batch(batch: Batch) -> list[tuple[str, Tensor]]:

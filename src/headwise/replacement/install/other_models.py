@@ -6,6 +6,7 @@ are not changed.  Several threads may run it at once, and other models beside it
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ class RewrittenModel(nn.Module):
             keys = call[1] if len(call) > 1 else options["key"]
             if not isinstance(mixed, MixedHeads) or mixed.replaced is None or mixed.runs_exact(keys.shape[-2]):
                 return original(*call, **options)
-            if has_gradients and is_checkpointed(RewrittenModel.forward.__wrapped__.__code__):
+            if has_gradients and is_checkpointed(FORWARD):
                 raise UnsupportedError(
                     f"{site}: {type(self.model).__name__} uses torch.utils.checkpoint, which computes this part again "
                     "in the backward pass, with its own attention instead of the plan's; switch gradient checkpointing "
@@ -86,3 +87,7 @@ def _attend(site: str, heads: MixedHeads, call: tuple, options: dict) -> Tensor:
     out = heads(q, k, v, key_mask=mask.key_mask, causal=mask.causal, scale=scale)
     query = call[0] if call else options["query"]
     return out.reshape(*query.shape[:-1], out.shape[-1])
+
+
+FORWARD = inspect.unwrap(RewrittenModel.forward).__code__
+"""What torch.compiler.disable wraps."""
