@@ -412,7 +412,9 @@ def _ranks(options: argparse.Namespace) -> int:
         [x.name, f"{x.n}", f"{x.ranks}", f"{x.seconds:.4f}", f"{x.spread:.4f}", f"{x.predicted:.4f}", f"{x.ratio:.2f}"]
         for x in rows
     ]
-    print_table(f"Forward and backward on {cores()} cores; fitted to one process", headings, cells)
+    print_table(
+        f"Forward and backward on {cores()} cores; fitted to one process", headings, cells, no_wrap=headings[:1]
+    )
     for size, x in links.items():
         speed = f"{x['latency'] * 1e6:.0f} us a message, {x['bandwidth'] / 1e9:.2f} GB/s"
         print(f"between {size} processes here: {speed}")
@@ -420,7 +422,7 @@ def _ranks(options: argparse.Namespace) -> int:
     table = {(x.name, x.n, x.ranks): x for x in projected}
     cells = [[name, *(_projected(table[name, *column]) for column in columns)] for name in costs]
     title = f"Projected seconds, and the share of messages: {options.bandwidth:g} GB/s, {options.latency:g} us"
-    print_table(title, ["operator", *(f"{n:.3g}, {size}" for n, size in columns)], cells)
+    print_table(title, ["operator", *(f"{n:.3g}, {size}" for n, size in columns)], cells, no_wrap=["operator"])
     return 0
 
 
