@@ -132,12 +132,12 @@ def main() -> None:
             rows[str(seed)] = one_seed(seed)
             if options.into is not None:
                 write_json(options.into, rows)
-        places = ", ".join(f"{place} (+{cost:.3f})" for cost, place in rows[str(seed)]["every"])
+        places = ", ".join(f"{place} ({cost:+.3f})" for cost, place in rows[str(seed)]["every"])
         print(f"seed {seed}: number of the narrow head (and what narrowing it costs): {places}", flush=True)
     for i, which in enumerate(("most needed", "second", "third", "least needed")):
         found = [row["every"][i][1] == 1 for row in rows.values()]
         cost = interval([row["every"][i][0] for row in rows.values()])
-        print(f"the {which} key head narrowed: +{cost}, found in {sum(found)} of {len(found)} seeds")
+        print(f"the {which} key head narrowed costs {cost}, found in {sum(found)} of {len(found)} seeds")
     print(f"\nthe most needed narrowed; validation loss at once, and after {LATER} steps")
     for name, what in (("none", "no growth"), ("planted", "the planted head grows"), ("last", "the last one grows")):
         columns = zip(*(row[name] for row in rows.values()), strict=True)

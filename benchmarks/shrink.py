@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from benchmarks.grow_rows import interval
 from headwise.growth.shrinking import (
     JUDGES,
-    SiteStatistics,
     allocate,
     drift,
     drift_curves,
@@ -36,8 +35,8 @@ from headwise.growth.shrinking import (
     narrow_copy,
     narrowed_to,
     outputs,
-    subspace,
 )
+from headwise.growth.site_statistics import SiteStatistics, subspace
 from headwise.models.inputs import text_input
 from headwise.models.load import load_model
 from headwise.outputs import write_json
@@ -60,7 +59,7 @@ def plain(module: nn.Module, x: SiteStatistics) -> SiteStatistics:
     wq, wk = weights(module, x)
     other = copy.copy(x)
     other.c_q, other.c_k = wq @ wq.mT, wk @ wk.mT
-    other.between = torch.zeros_like(x.between)
+    other.between, other.rows = torch.zeros_like(x.between), 1
     for c, pair in enumerate(map(list, x.pairs)):
         blocks = other.c_q[:, pair][:, :, pair].unflatten(0, (x.key_heads, x.group)).sum(1)
         other.between[:, c, c] = (blocks * other.c_k[:, pair][:, :, pair]).sum((-2, -1))

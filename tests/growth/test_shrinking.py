@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from headwise.errors import InputError, NonFiniteError, UnsupportedError
 from headwise.growth import Grower, shrink
-from headwise.growth.shrinking import allocate, best_pairs, gather, narrow_copy, narrowed_to, outputs, subspace
+from headwise.growth.shrinking import allocate, gather, narrow_copy, narrowed_to, outputs
+from headwise.growth.site_statistics import SiteStatistics, best_pairs, subspace
 from headwise.models.run import in_double
 from headwise.models.widths.rotary import rotated_pairs
-from headwise.models.widths.widened_attention import NAME
+from headwise.models.widths.widened_attention import NAME, WidenedCall
+from headwise.operators.masks import Mask
 from tests.growth.test_transformers_growth import FAMILIES, batch, made, output
 
 transformers = pytest.importorskip("transformers")
@@ -71,10 +74,11 @@ def test_pairs_that_matter_are_kept_and_scaled_for_those_that_go() -> None:
         w = torch.linalg.lstsq(parts[:, kept], target.unsqueeze(1)).solution.squeeze(1)
         return float((target - parts[:, kept] @ w).square().sum()), w
 
-    kept, scale = best_pairs(between, 3)
+    kept, scale, lost = best_pairs(between, 3)
     best = min(itertools.combinations(range(6), 3), key=lambda c: least(c)[0])
     assert tuple(kept) == best == (0, 2, 5)
     torch.testing.assert_close(scale, least(best)[1], rtol=1e-3, atol=1e-3)
+    assert lost == pytest.approx(least(best)[0], rel=1e-6)
     assert float(scale[0]) > 1.3  # pair 0 speaks for pair 1 too
 
 
@@ -157,6 +161,79 @@ def test_scores_of_a_narrowed_llama_depend_on_distances_alone_and_are_those_of_t
         for h in range(4):
             module.q_proj.weight.data[6 * h : 6 * h + 6] *= both[h // 2].diagonal()[:, None]
         torch.testing.assert_close(new(**ids).logits, stock(**ids).logits, rtol=0, atol=1e-10)
+
+
+def one_row(pairs: list[tuple[int, int]]) -> tuple[SiteStatistics, Tensor, Tensor, Tensor]:
+    """Statistics of one query of 8 dimensions over 9 keys, for which what a map loses is exact; q, k and P."""
+    draws = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(1, 1, n, 8, generator=draws, dtype=F64).float().double() for n in (1, 9))
+    call = WidenedCall(q, k, q, k, q, k, k, Mask(1, 9), 0.3)
+    x = SiteStatistics(call, pairs)
+    x.add(call)
+    return x, q[0, 0], k[0, 0], (0.3 * q[0, 0] @ k[0, 0].mT).softmax(-1)
+
+
+@pytest.mark.parametrize("pairs", [[], [(0, 2), (1, 3)], [(0, 4), (1, 5), (2, 6)]])
+@pytest.mark.parametrize("width", [3, 4, 6])
+def test_the_width_is_split_where_the_change_of_attention_is_least(pairs: list[tuple[int, int]], width: int) -> None:
+    x, q, k, p = one_row(pairs)
+
+    def variance(change: Tensor) -> float:
+        return float((p * (change - (p * change).sum()).square()).sum())
+
+    def lost(query_map: Tensor, key_map: Tensor, among: list[int]) -> float:
+        rest = torch.eye(8, dtype=F64) - query_map @ key_map.mT
+        return variance((q[:, among] @ rest[among][:, among] @ k[:, among].mT)[0])
+
+    turning = [i for pair in pairs for i in pair]
+    best = math.inf
+    for r in range(min(len(x.fixed), width) + 1):
+        for kept in itertools.combinations(pairs, (width - r) // 2):
+            if r + 2 * len(kept) == width and (kept or not pairs):
+                parts = torch.stack([q[0, list(c)] @ k[:, list(c)].mT for c in kept], -1) if kept else k[:, :0]
+                target = (q[0, turning] @ k[:, turning].mT) if turning else torch.zeros(9, dtype=F64)
+                centred = (parts - p @ parts, target - (p[0] * target).sum())
+                root = p[0].sqrt()
+                w = torch.linalg.lstsq(root[:, None] * centred[0], (root * centred[1])[:, None]).solution[:, 0]
+                # one query reads one direction of the keys: one dimension that does not turn can carry all of it
+                fixed = 0.0 if r else variance((q[:, x.fixed] @ k[:, x.fixed].mT)[0])
+                best = min(best, variance(target - parts @ w) + fixed)
+    query_map, key_map = (maps[0] for maps in x.maps(width))
+    assert query_map.shape == key_map.shape == (8, width)
+    found = lost(query_map, key_map, x.fixed) + lost(query_map, key_map, turning)
+    assert found == pytest.approx(best, rel=1e-3, abs=1e-6)
+    both = query_map @ key_map.mT
+    assert both[x.fixed][:, turning].count_nonzero() == both[turning][:, x.fixed].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("name", ["GPTNeoX", "Phi"])
+def test_dimensions_that_do_not_turn_are_narrowed_beside_those_that_do(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = getattr(transformers, f"{name}Config")(vocab_size=40, rotary_pct=0.5, partial_rotary_factor=0.5, **sizes)
+    model = in_double(getattr(transformers, f"{name}ForCausalLM")(config)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    texts = [batch("llama", b) for b in (2, 3, 4, 1)]
+    new, report = shrink(model, texts, keep=0.5)
+    assert report.key_cache_saved >= 0.5
+    assert all(before == 16 for before, _ in report.widths.values())
+    ids = batch("llama", 2)
+
+    def moved(model: Any) -> float:
+        """By a shift of all positions; transformers computes these angles in single precision."""
+        near, far = (model(**ids, position_ids=torch.arange(9)[None] + shift).logits for shift in (0, 1000))
+        return float((near - far).abs().max().detach())
+
+    assert moved(new) < 3 * moved(model) < 1e-3
+    wide, _ = shrink(model, texts, keep=1.0)
+    torch.testing.assert_close(wide(**ids).logits, model(**ids).logits)
+    with pytest.raises(InputError, match=r"keep at least 0\.25"):
+        shrink(model, texts, keep=0.2)
+    new.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=F64)
+    torch.testing.assert_close(again(**ids).logits, new(**ids).logits)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])

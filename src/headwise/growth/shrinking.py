@@ -1,18 +1,9 @@
-"""q' = q A_q, k' = k A_k with r < k dimensions whose products are nearest to q.k, where attention depends on them.
-
-Scores of a row that move by ds change its attention by Var_{j ~ P_i}(ds_j), twice the Kullback-Leibler divergence to
-second order.  For the heads of a group, which share A_k, the solver of growth (solve.py) minimises
-
-    sum_h E_i Var_{j ~ P_i}( q_i^T (1 - A_q A_k^T) k_j )  ~  sum_h || C_q^(1/2) (1 - A_q A_k^T) C_k^(1/2) ||^2,
-
-C_q = E q q^T and C_k = E_i Cov_{j ~ P_i}(k_j).  With rotary positions only whole pairs of dimensions may go, with their
-frequencies, so that scores still depend on distances alone: of the pairs' parts s_c of the scores, the covariance
-K = E_i Cov_{j ~ P_i}(s_c, s_c') is all that is needed.  Pairs are dropped one by one, each time the one that is missed
-least, and those kept are scaled by w with least (1 - w)^T K (1 - w), w = 0 for those that go.
+"""`shrink`: fewer query/key dimensions for each attention module of a model, and what that changes.
 
 Every layer keeps one width for all its heads, so that its cache is one tensor; how many dimensions each layer keeps is
 chosen by the drift of the model's output when it alone is narrowed, on texts that are not those it is measured on.
-The module's own weights stay: A is applied to what they compute, before keys are cached (models/widths).
+Which dimensions: `site_statistics`.  The module's own weights stay: A is applied to what they compute, before keys are
+cached (models/widths).
 """
 
 from __future__ import annotations
@@ -29,9 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError, UnsupportedError
-from headwise.growth.metric import Root, root
-from headwise.growth.normal_equations import take_rows, visible_rows
-from headwise.growth.solve import truncate
+from headwise.growth.site_statistics import SiteStatistics
 from headwise.models.fingerprint import check_weights
 from headwise.models.pretrained.derived_models import is_pretrained
 from headwise.models.run import Batch, as_it_was, run_model
@@ -42,14 +31,8 @@ from headwise.models.widths.widened_attention import NAME, WidenedCall
 from headwise.progress import Progress, reported
 from headwise.shapes import shown
 
-ROWS = 64
-"""Query rows of a sequence, drawn at random, behind the statistics."""
-
 SHORTEST = 4
 """Tokens that the first batch needs."""
-
-LEVELS = (1 / 4, 1 / 2, 3 / 4, 1)
-"""Shares of its width that a layer may keep."""
 
 JUDGES = 1
 """Batches on which the drift of each layer at each level is measured, to choose among them."""
@@ -196,117 +179,6 @@ def narrowed_to(
     finally:
         for site in widths:
             dimensions_of(model, site).kept = None
-
-
-@final
-class SiteStatistics:
-    """C_q (h, k, k) and C_k (h_kv, k, k), or with rotary positions K (h_kv, pairs, pairs), of one attention module."""
-
-    def __init__(self, call: WidenedCall, pairs: Sequence[tuple[int, int]]) -> None:
-        self.heads, self.key_heads, self.width = call.q.shape[1], call.k.shape[1], call.q.shape[-1]
-        self.value_width = call.v.shape[-1]
-        self.pairs = list(pairs)
-        sums = {"dtype": torch.float64, "device": call.q.device}
-        self.c_q = torch.zeros(self.heads, self.width, self.width, **sums)
-        self.c_k = torch.zeros(self.key_heads, self.width, self.width, **sums)
-        self.between = torch.zeros(self.key_heads, len(self.pairs), len(self.pairs), **sums)
-        self._draws = torch.Generator().manual_seed(0)
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.key_heads
-
-    @property
-    def fixed(self) -> list[int]:
-        """Dimensions of a module with rotary positions that do not turn; they are kept."""
-        turning = {i for pair in self.pairs for i in pair}
-        return [i for i in range(self.width) if i not in turning] if self.pairs else []
-
-    def levels(self) -> list[int]:
-        """The widths to choose from, at least one pair where pairs turn."""
-        steps = [int(self.width * share) for share in LEVELS]
-        if self.pairs:
-            least = len(self.fixed) + 2
-            steps = [len(self.fixed) + 2 * ((step - len(self.fixed)) // 2) for step in steps if step >= least]
-        return sorted({step for step in steps if step > 0})
-
-    @torch.no_grad()
-    def add(self, call: WidenedCall) -> None:
-        """Add the sampled rows of one call."""
-        b, _, m, _ = call.q.shape
-        rows = torch.randperm(m, generator=self._draws)[:ROWS].sort().values.to(call.q.device)
-        q, k = call.q.index_select(2, rows).float(), call.k.float()
-        shared = k.repeat_interleave(self.group, 1)
-        scores = call.scaling * q @ shared.mT
-        if call.mask.attn_bias is not None:
-            scores = scores + take_rows(call.mask.attn_bias, rows).float()
-        visible = visible_rows(call.mask, rows)
-        scores = scores if visible is None else scores.masked_fill(~visible, -math.inf)
-        p = scores.softmax(-1).nan_to_num(0)
-        for i in range(b):
-            for h in range(self.heads):
-                self._add_head(h, q[i, h].double(), k[i, h // self.group].double(), p[i, h].double())
-
-    def _add_head(self, h: int, q: Tensor, k: Tensor, p: Tensor) -> None:
-        g = h // self.group
-        if self.pairs:
-            first, second = (list(side) for side in zip(*self.pairs, strict=True))
-            parts = q[:, None, first] * k[:, first] + q[:, None, second] * k[:, second]  # (m, n, pairs)
-            mean = torch.einsum("mn,mnc->mc", p, parts)
-            weighted = (parts - mean[:, None]) * p.sqrt().unsqueeze(-1)
-            weighted = weighted.flatten(0, 1)
-            self.between[g] += weighted.mT @ weighted
-            return
-        self.c_q[h] += q.mT @ q
-        mean = p @ k
-        self.c_k[g] += (k * p.sum(0)[:, None]).mT @ k - mean.mT @ mean
-
-    def maps(self, width: int) -> tuple[Tensor, Tensor]:
-        """A_q (h, k, width) and A_k (h_kv, k, width)."""
-        found = [self._pair_map(g, width) if self.pairs else self._map(g, width) for g in range(self.key_heads)]
-        return torch.cat([q for q, _ in found]), torch.stack([k for _, k in found])
-
-    def _map(self, g: int, width: int) -> tuple[Tensor, Tensor]:
-        own = self.c_q[g * self.group : (g + 1) * self.group]
-        return subspace(own, self.c_k[g], width)
-
-    def _pair_map(self, g: int, width: int) -> tuple[Tensor, Tensor]:
-        kept, scale = best_pairs(self.between[g], (width - len(self.fixed)) // 2)
-        columns = [*self.fixed, *(i for c in kept for i in self.pairs[c])]
-        factors = [1.0] * len(self.fixed) + [float(w) for w in scale for _ in range(2)]
-        key_map = torch.zeros(self.width, width, dtype=torch.float64, device=self.between.device)
-        key_map[columns, list(range(width))] = 1
-        query_map = key_map * torch.tensor(factors, dtype=torch.float64, device=key_map.device)
-        return query_map.expand(self.group, -1, -1), key_map
-
-
-def subspace(c_q: Tensor, c_k: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """A_q (g, k, r) and A_k (k, r) with least sum_h ||C_q^(1/2) (1 - A_q A_k^T) C_k^(1/2)||, C_q (g, k, k)."""
-    roots = [root(c, 1e-9) for c in c_q]
-    q = Root(torch.stack([x.root for x in roots]), torch.stack([x.inverse for x in roots]), roots[0].rank)
-    one = torch.eye(len(c_k), dtype=c_k.dtype, device=c_k.device).expand(len(c_q), -1, -1)
-    factors = truncate(one, width, q, root(c_k, 1e-9))
-    return factors.wq, factors.wk
-
-
-def best_pairs(between: Tensor, count: int) -> tuple[list[int], Tensor]:
-    """`count` pairs to keep, in order, and the factors w of their scores with least (1 - w)^T K (1 - w).
-
-    Backward elimination: the pair without which least squares of the whole score on the others gets worse least,
-    by w_c^2 / (K^-1)_cc.
-    """
-    size = len(between)
-    ridge = 1e-9 * between.diagonal().mean().clamp(min=torch.finfo(between.dtype).tiny)
-    inverse = torch.linalg.inv(between + ridge * torch.eye(size, dtype=between.dtype, device=between.device))
-    kept, w = list(range(size)), inverse @ between.sum(1)
-    while len(kept) > count:
-        c = int((w.square() / inverse.diagonal()).argmin())
-        column, corner = inverse[:, c].clone(), inverse[c, c].clone()
-        w = w - column * (w[c] / corner)
-        inverse = inverse - torch.outer(column, column) / corner
-        rest = [i for i in range(len(kept)) if i != c]
-        kept, w, inverse = [kept[i] for i in rest], w[rest], inverse[rest][:, rest]
-    return kept, w
 
 
 @torch.no_grad()
