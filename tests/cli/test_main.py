@@ -73,6 +73,7 @@ BUG = "this is a bug in headwise: run again with --debug for the traceback, and 
     "error, code, said",
     [
         (ShapeError("Softmax: axis 'k' must agree, but q has 3, k has 4"), 2, "Softmax: axis 'k' must agree"),
+        (InputError("probe: keep must be above 0"), 2, "keep must be above 0\n"),
         (InputError("two\nlines and \x1b[31m red \udcff"), 2, "two lines and \\x1b[31m red \\udcff\n"),
         (OSError(errno.ENOSPC, "No space left on device", "out/x"), 2, "No space left on device (out/x)\n"),
         (PermissionError(errno.EACCES, "Permission denied", b"out/\xff"), 2, "Permission denied (out/\\udcff)\n"),

@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, sentence = _explained(_Stopped(received[0]) if received else error)
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed, too
         if sentence and not said_by_another(sentence):
-            print(f"{name}: {_one_line(sentence)}", file=sys.stderr)
+            said = _one_line(sentence).removeprefix(f"{name.rpartition(' ')[2]}: ")  # functions name themselves, too
+            print(f"{name}: {said}", file=sys.stderr)
     try:
         _flush()
     except (OSError, ValueError):  # Python would try again at its end, and complain
