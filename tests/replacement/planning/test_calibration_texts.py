@@ -20,9 +20,9 @@ from headwise.replacement.planning.calibration_texts import (
 )
 
 
-def test_six_kinds_that_are_not_alike() -> None:
+def test_the_kinds_are_not_alike() -> None:
     texts = calibration_texts()
-    assert texts.keys() == {"prose", "code", "manual", "languages", "records", "numbers"}
+    assert texts.keys() == {"prose", "code", "manual", "languages", "records", "numbers", "markup"}
     assert all(len(text) > 9000 for text in texts.values())
     words = [set(text.split()) for text in texts.values()]
     assert all(len(a & b) < 0.5 * len(a) for a in words for b in words if a is not b)

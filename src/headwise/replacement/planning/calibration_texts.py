@@ -8,6 +8,7 @@
 | languages | Kafka, Perrault, Cervantes, Collodi and Caesar in their languages, shipped | public domain |
 | records | log lines, JSON and tables, made here | that of headwise |
 | numbers | measurements of ten stations as comma-separated values, made here | that of headwise |
+| markup | style sheets, lists of links, forms and tables in HTML, made here | that of headwise |
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def calibration_texts() -> dict[str, str]:
         "languages": SAMPLE_TEXT.with_name("languages.txt").read_text(),
         "records": records(1600),
         "numbers": numbers(3000),
+        "markup": markup(260),
     }
     library = Path(sysconfig.get_path("stdlib"))
     try:
@@ -115,6 +117,49 @@ def numbers(count: int, seed: int = 0) -> str:
         when = f"2023-{1 + hour // 24 // 28 % 12:02}-{1 + hour // 24 % 28:02} {hour % 24:02}:00"
         lines.append(",".join([when, name, *(f"{value:.1f}" for value in values)]))
     return "\n".join(lines)
+
+
+def markup(count: int, seed: int = 0) -> str:
+    """`count` parts of pages in HTML, in turns: rules of a style sheet, lists of links, forms and tables."""
+    rng, parts = random.Random(seed), []
+    words = ("account", "archive", "basket", "contact", "delivery", "garden", "history", "invoice", "kitchen", "library")
+    words += ("map", "news", "order", "price", "quality", "result", "search", "ticket", "travel", "weather")
+    units, tags = ("px", "em", "%", "vh"), ("div", "section", "article", "nav", "main", "aside")
+
+    def name() -> str:
+        return "-".join(rng.sample(words, rng.choice((1, 2, 2))))
+
+    for i in range(count):
+        tag, label = rng.choice(tags), name()
+        if i % 4 == 0:
+            rules = [
+                f".{name()} > {rng.choice(tags)}:nth-child({rng.randrange(1, 9)}) {{ margin: {rng.randrange(40)}"
+                f"{rng.choice(units)} auto; color: #{rng.randrange(1 << 24):06x}; font-size: {rng.randrange(8, 40) / 10}em; }}"
+                for _ in range(rng.randrange(2, 6))
+            ]
+            parts.append("<style>\n  " + "\n  ".join(rules) + "\n</style>")
+        elif i % 4 == 1:
+            links = [
+                f'    <li><a href="/{name()}/{rng.randrange(900)}?page={rng.randrange(20)}" class="{name()}">'
+                f"{rng.choice(words).title()} {rng.choice(words)}</a></li>"
+                for _ in range(rng.randrange(3, 9))
+            ]
+            parts.append(f'<{tag} id="{label}">\n  <ul>\n' + "\n".join(links) + f"\n  </ul>\n</{tag}>")
+        elif i % 4 == 2:
+            fields = [
+                f'  <label for="{each}">{each.replace("-", " ").title()}</label>\n  <input id="{each}" name="{each}" '
+                f'type="{rng.choice(("text", "email", "number", "checkbox"))}" value="{rng.randrange(100)}" required/>'
+                for each in (name() for _ in range(rng.randrange(2, 6)))
+            ]
+            parts.append(f'<form action="/{label}" method="post">\n' + "\n".join(fields) + "\n</form>")
+        else:
+            rows = [
+                f"  <tr><th>{rng.choice(words).title()}</th><td>{rng.randrange(10_000) / 100}</td>"
+                f"<td>{rng.choice(words)} &amp; {rng.choice(words)}</td></tr>"
+                for _ in range(rng.randrange(3, 9))
+            ]
+            parts.append(f'<table class="{label}">\n' + "\n".join(rows) + "\n</table>")
+    return "\n".join(parts)
 
 
 def model_is_causal(model: nn.Module) -> bool:
