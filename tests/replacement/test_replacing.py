@@ -344,7 +344,7 @@ def test_what_cannot_be_replaced_is_said() -> None:
         headwise.replace(model, lambda q, k, **masks: q),  # type: ignore[arg-type, return-value]
         pytest.raises(InputError, match=r"<lambda> must return an AttentionOperator, but returned a Tensor"),
     ):
-        model(torch.randn(1, 5, 16))
+        model(torch.randn(1, 5, 16).double())
     with pytest.raises(UnsupportedError, match="toeplitz is fitted to recorded attention"):
         headwise.replace(model, "toeplitz")
     receipt = headwise.replace(model, "window")

@@ -37,6 +37,7 @@ from headwise.reading import (
 )
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, has_rotary_positions
+from headwise.replacement.plan_point import PlanPoint, Sites
 from headwise.replacement.standard_kinds import SOFTMAX
 
 SCHEMA = 3
@@ -46,11 +47,6 @@ INSTALLED_VERSION = 3
 BEYOND = ("exact", "refuse")
 """What replaced layers do with more keys than they were planned for: exact attention, or UnsupportedError."""
 
-Drifts = Mapping[str, Mapping[int, float]]
-"""{kind of text: {length: drift}}"""
-
-Sites = Mapping[str, Sequence[Choice]]
-"""{name of the module that computes attention: [choice of head 0, choice of head 1, ...]}"""
 
 FittedTensors = Mapping[tuple[str, int, Choice], Mapping[str, Tensor]]
 """Learned tensors by (site, head, choice)."""
@@ -110,35 +106,6 @@ INSTALLED = fields(
     }
 )
 """`headwise` in the config.json of a rewritten model."""
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class PlanPoint:
-    """One point of the trade-off.
-
-    cost       of attention, relative to the model as it was
-    predicted  drift that the sensitivities of the heads predict
-    drift      largest measured, by kind of text and length, with the plan of the same cost chosen without that kind
-    bound      for one text of a kind that was not tried, at each of the lengths; a tolerance is compared with it
-    """
-
-    sites: Sites
-    cost: float
-    predicted: float = 0.0
-    drift: Drifts = field(default_factory=dict)
-    bound: float = 0.0
-
-    def __repr__(self) -> str:
-        return f"PlanPoint(cost {self.cost:.1%}, drift {self.largest:.2g} measured, bound {self.bound:.2g})"
-
-    @property
-    def largest(self) -> float:
-        """Largest measured drift over kinds and lengths."""
-        return max((value for row in self.drift.values() for value in row.values()), default=0.0)
-
-    def meets(self, tolerance: float) -> bool:
-        return self.bound <= tolerance
 
 
 @final

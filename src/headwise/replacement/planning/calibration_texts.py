@@ -122,7 +122,18 @@ def numbers(count: int, seed: int = 0) -> str:
 def markup(count: int, seed: int = 0) -> str:
     """`count` parts of pages in HTML, in turns: rules of a style sheet, lists of links, forms and tables."""
     rng, parts = random.Random(seed), []
-    words = ("account", "archive", "basket", "contact", "delivery", "garden", "history", "invoice", "kitchen", "library")
+    words = (
+        "account",
+        "archive",
+        "basket",
+        "contact",
+        "delivery",
+        "garden",
+        "history",
+        "invoice",
+        "kitchen",
+        "library",
+    )
     words += ("map", "news", "order", "price", "quality", "result", "search", "ticket", "travel", "weather")
     units, tags = ("px", "em", "%", "vh"), ("div", "section", "article", "nav", "main", "aside")
 
@@ -134,7 +145,8 @@ def markup(count: int, seed: int = 0) -> str:
         if i % 4 == 0:
             rules = [
                 f".{name()} > {rng.choice(tags)}:nth-child({rng.randrange(1, 9)}) {{ margin: {rng.randrange(40)}"
-                f"{rng.choice(units)} auto; color: #{rng.randrange(1 << 24):06x}; font-size: {rng.randrange(8, 40) / 10}em; }}"
+                f"{rng.choice(units)} auto; color: #{rng.randrange(1 << 24):06x}; "
+                f"font-size: {rng.randrange(8, 40) / 10}em; }}"
                 for _ in range(rng.randrange(2, 6))
             ]
             parts.append("<style>\n  " + "\n  ".join(rules) + "\n</style>")
