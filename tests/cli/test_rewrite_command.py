@@ -322,3 +322,15 @@ def test_a_choice_in_place_of_a_plan_and_nothing_else(bert) -> None:
         torch.testing.assert_close(new(**batch)[0], model(**batch)[0])
     with pytest.raises(InputError, match=r"plan must be a Plan, or a Choice for all heads, but is 'window'; for buil"):
         headwise.rewrite(model, "window")  # type: ignore[arg-type]
+
+
+def test_a_rewritten_model_whose_weights_were_damaged_is_refused(bert, tmp_path: Path) -> None:
+    _, _, source, plan = bert
+    assert main(["rewrite", str(source), "--plan", str(plan), "-o", str(tmp_path / "new")]) == 0
+    file = tmp_path / "new" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    for opened in (transformers.AutoModel.from_pretrained, load):
+        with pytest.raises(InputError, match=r"model.safetensors has been changed since headwise wrote it"):
+            opened(tmp_path / "new")
