@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     if options.action == "where" and not options.json:
         print(kernel_cache.directory())
         return 0
-    up_to_date = False
+    up_to_date = succeeded = False
     if options.action == "build":
         before = kernel_cache.read_record()
         failed = before is not None and before.reason is not None
@@ -45,8 +45,10 @@ def run(argv: list[str]) -> int:
             record = kernel_build.build(force=options.force or failed)
         if record.reason is not None and not options.json:
             raise InputError(f"the build failed: {record.reason}")
-        up_to_date = record == before
+        up_to_date, succeeded = record == before, record.reason is None
     facts = _facts()
+    if succeeded and facts["state"] in ("not built", "unavailable"):
+        raise InputError(f"{facts['directory']} was removed or changed while the kernels were built; build them again")
     if options.json:
         print(json_text(facts, indent=2))
     else:

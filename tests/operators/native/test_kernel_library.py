@@ -307,6 +307,22 @@ def test_the_command_reports_the_build(compiler: FakeCompiler, capsys: pytest.Ca
         assert "HEADWISE_KERNELS=off" in capsys.readouterr().out
 
 
+def test_a_directory_that_is_removed_after_the_build_is_said(
+    compiler: FakeCompiler, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = kernel_build.build
+
+    def build_and_remove(**options: Any) -> Any:
+        record = whole(**options)
+        shutil.rmtree(cache)
+        return record
+
+    monkeypatch.setattr(kernel_build, "build", build_and_remove)
+    with native.switched("build"):
+        assert main(["kernels", "build"]) == 2
+    assert "was removed or changed while the kernels were built; build them again" in capsys.readouterr().err
+
+
 @linux
 def test_the_command_explains_a_failed_build(failing: FakeCompiler, capsys: pytest.CaptureFixture[str]) -> None:
     for runs in (1, 2):  # a failed build is tried again
