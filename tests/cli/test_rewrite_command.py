@@ -221,7 +221,7 @@ def test_trials_at_the_planned_lengths(decoder, capsys: pytest.CaptureFixture[st
     command = ["rewrite", str(path / "model"), "--plan", str(path / "plan"), "-o", str(path / "new")]
     assert main([*command, "--json"]) == 0
     trials = json.loads(capsys.readouterr().out)["trials"]
-    kinds = {"prose", "languages", "records", "numbers", "code", "manual"}
+    kinds = {"prose", "languages", "records", "numbers", "markup", "code", "manual"}
     assert {(each["kind"], each["length"]) for each in trials} == {(kind, n) for kind in kinds for n in (20, 40)}
     assert all(each["cache_bytes"][1] < each["cache_bytes"][0] for each in trials)
     assert main([*command, "--force"]) == 0
