@@ -17,6 +17,7 @@ from headwise.models import gate, load_model, max_positions
 from headwise.models.inputs import random_tokens
 from headwise.models.load import Trust, save_preprocessor
 from tests.models.tiny_models import ALL
+from tests.models.tiny_tokenizer import tokenizer_of
 
 pytest.importorskip("transformers")
 
@@ -78,6 +79,16 @@ def test_no_tokenizer_is_made_up_for_a_model_that_has_none(tmp_path: Path) -> No
     ALL["bert"]()[0].save_pretrained(tmp_path / "old")
     save_preprocessor(load_model(str(tmp_path / "old")), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_speech_model_keeps_its_tokenizer_and_its_feature_extractor(tmp_path: Path) -> None:
+    from transformers import WhisperFeatureExtractor
+
+    ALL["bert"]()[0].save_pretrained(tmp_path / "old")
+    tokenizer_of(99).save_pretrained(tmp_path / "old")
+    WhisperFeatureExtractor(feature_size=8).save_pretrained(tmp_path / "old")
+    save_preprocessor(load_model(str(tmp_path / "old")), tmp_path / "new")
+    assert {"tokenizer.json", "preprocessor_config.json"} <= {file.name for file in (tmp_path / "new").iterdir()}
 
 
 def bert() -> torch.nn.Module:

@@ -163,6 +163,10 @@ def _batches(options: argparse.Namespace, loaded: LoadedModel) -> list[Any] | No
     """What the options name, a factory's own batches, or None: the audit then draws them."""
     if loaded.batches is None and options.text is None and options.images is None and options.audio is None:
         return None
+    if options.text is not None and loaded.lacks_tokenizer:
+        raise InputError(
+            f"{loaded.source} has no tokenizer (such as tokenizer.json); leave out --text, and the sequences are random"
+        )
     options.texts, options.random_tokens, options.batch = SEQUENCES, None, SEQUENCES
     if options.text is not None and options.length is None:
         options.length = TEXT_LENGTH

@@ -278,12 +278,11 @@ def _check_missing(name: str, missing: Collection[str], allow_missing: bool) -> 
 
 
 def save_preprocessor(loaded: LoadedModel, directory: Path) -> None:
-    """Save the tokenizer or processor beside the weights, if the model has one."""
+    """Save the tokenizer, image processor and feature extractor that the model has beside the weights."""
     if loaded.is_factory:
         return
     transformers = transformers_library()
     kinds = (transformers.AutoTokenizer, transformers.AutoImageProcessor, transformers.AutoFeatureExtractor)
     for auto_class in kinds[loaded.lacks_tokenizer :]:
-        with suppress(Exception):  # a model has one of them, or none
+        with suppress(Exception):  # a model has none, one, or a tokenizer beside one of the others
             loaded.preprocessor(auto_class).save_pretrained(directory)
-            return

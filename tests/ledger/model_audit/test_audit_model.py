@@ -389,6 +389,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "Broken: causality" in capsys.readouterr().out
 
 
+def test_a_text_for_a_model_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tiny(bert).save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path), "--text", "alice"]) == 2
+    assert "leave out --text" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     "arguments, part",
     [
