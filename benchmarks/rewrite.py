@@ -2,12 +2,12 @@
 
     python -m benchmarks.rewrite minilm --length 512 --tolerance 0.05
     python -m benchmarks.rewrite smollm2 --length 4096 --tolerance 0.02 --objective memory --partial DIR --save PLAN
-    python -m benchmarks.rewrite smollm2 --plan PLAN [--partial DIR]       # the check alone
+    python -m benchmarks.rewrite smollm2 --plan PLAN [--partial DIR] [--lengths 1024 8192]     # the check alone
 
 Five kinds are those of the calibration set, in pieces that the plan has not seen; four (C and C++ headers, JavaScript,
 licences, from the packages of this environment) are not in it.  Drift of language models is in nats per token: the
 divergence KL(before || after), and the change of the loss.  --partial stores results, so that an interrupted run can
-resume; --save writes the plan for other commands.
+resume; --save writes the plan for other commands.  --lengths checks a language model at lengths other than the plan's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import resource
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--evaluations", type=int, default=6)
     parser.add_argument("--texts", type=int, help="of each kind and length (default: as `headwise plan`)")
     parser.add_argument("--checks", type=int, help="texts of each kind and length that check (default: 12, decoders 1)")
+    parser.add_argument("--lengths", type=int, nargs="+", help="check the beginnings of so many tokens (decoders)")
     parser.add_argument("--partial", type=Path)
     parser.add_argument("--plan", type=Path, help="check this plan instead of making one")
     parser.add_argument("--save", type=Path, help="write the plan into this directory")
@@ -107,7 +109,11 @@ def main() -> None:
     if options.save is not None:
         made.save(options.save, force=True)
     cpu = time.process_time()
-    _check(loaded, made, texts, options.checks or (1 if model_is_causal(loaded.model) else 12), options.partial)
+    lengths = made.lengths
+    if options.lengths and model_is_causal(loaded.model):
+        lengths = tuple(sorted(n for n in options.lengths if n <= made.length))
+    checks = options.checks or (1 if model_is_causal(loaded.model) else 12)
+    _check(loaded, made, texts, lengths, checks, options.partial)
     _spent("checked", cpu)
 
 
@@ -193,22 +199,24 @@ def _fresh(loaded: LoadedModel, made: Plan, planned: int, checks: int) -> dict[s
     return found
 
 
-def _check(loaded: LoadedModel, made: Plan, planned: int, checks: int, partial: Path | None) -> None:
+def _check(
+    loaded: LoadedModel, made: Plan, planned: int, lengths: tuple[int, ...], checks: int, partial: Path | None
+) -> None:
     """Drift of the rewritten model on fresh texts of known kinds, and on kinds not tried."""
     # replaced heads at every length, also where the plan would run exact attention because that is faster here
     new, _ = headwise.rewrite(loaded.model, replace(made, exact_below={}))
     answer = answer_for(loaded.model, {"input_ids": torch.ones(1, 8)}, causal=model_is_causal(loaded.model))
     facts = made.to_dict()
-    settings = {"sites": facts["sites"], "lengths": made.lengths, "checks": checks, "planned": planned}
+    settings = {"sites": facts["sites"], "lengths": lengths, "checks": checks, "planned": planned}
     key = run_key(str(made.model["fingerprint"]), settings)
     store = PlanProgress(None if partial is None else partial / f"check-{key[:12]}", key)
-    print(f"\n{'drift of the rewritten model':30}" + "".join(f"{n:>26}" for n in made.lengths))
-    every: dict[int, list[float]] = {n: [] for n in made.lengths}
+    print(f"\n{'drift of the rewritten model':30}" + "".join(f"{n:>26}" for n in lengths))
+    every: dict[int, list[float]] = {n: [] for n in lengths}
     missing = []
     for kind, texts in _fresh(loaded, made, planned, checks).items():
         rows: dict[int, list[list[float]]] = {}
         for index, ids in enumerate(texts):
-            rows_of = store.stored(f"{kind} {index}", lambda ids=ids: _drift(loaded, new, answer, made, ids))
+            rows_of = store.stored(f"{kind} {index}", lambda ids=ids: _drift(loaded, new, answer, lengths, ids))
             for n, means in rows_of.items():
                 rows.setdefault(n, []).append(means)
         if not rows:
@@ -221,7 +229,7 @@ def _check(loaded: LoadedModel, made: Plan, planned: int, checks: int, partial: 
             n: " ".join(f"{max(x):+.4f}" for x in zip(*row, strict=True)) + f" ({len(row)})" for n, row in rows.items()
         }
         label = kind + (" (not tried)" if kind in UNSEEN else "")
-        print(f"{label:30}" + "".join(f"{cells.get(n, ''):>26}" for n in made.lengths), flush=True)
+        print(f"{label:30}" + "".join(f"{cells.get(n, ''):>26}" for n in lengths), flush=True)
     if missing:
         print(f"no text is left that the plan has not seen: {', '.join(missing)}")
     for n, values in every.items():
@@ -237,13 +245,15 @@ def _check(loaded: LoadedModel, made: Plan, planned: int, checks: int, partial: 
 
 
 @torch.no_grad()
-def _drift(loaded: LoadedModel, new: Any, answer: Any, made: Plan, ids: torch.Tensor) -> dict[int, list[float]]:
+def _drift(
+    loaded: LoadedModel, new: Any, answer: Any, lengths: Sequence[int], ids: torch.Tensor
+) -> dict[int, list[float]]:
     """{length: mean of each measure}; the beginnings of a text of a language model are texts too."""
     batch = {"input_ids": ids}
     drift = answer.drift(loaded.model, batch, *(answer.run(model.eval(), batch) for model in (loaded.model, new)))
     length = ids.shape[1]
-    lengths = [n for n in made.lengths if n == length or (answer.by_position and n < length)]
-    return {n: drift[..., :n].mean((1, 2)).tolist() for n in lengths}
+    taken = [n for n in lengths if n == length or (answer.by_position and n < length)]
+    return {n: drift[..., :n].mean((1, 2)).tolist() for n in taken}
 
 
 if __name__ == "__main__":
