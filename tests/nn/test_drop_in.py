@@ -191,6 +191,18 @@ def test_mode_dtype_and_frozen_weights_are_kept_and_nothing_is_shared() -> None:
         (lambda: MultiHead(E, H, build=mean).to_torch(), UnsupportedError, "softmax attention only"),
         (lambda: masks_from_torch(heads=H, is_causal=True), InputError, "hint about attn_mask, which is missing"),
         (lambda: masks_from_torch(heads=H, attn_mask=torch.zeros(4, 2, 2)), ShapeError, "a multiple of the 3 heads"),
+        (lambda: masks_from_torch(heads=H, key_padding_mask=torch.tensor(True)), ShapeError, "must have 1 or 2 axes"),
+        (lambda: masks_from_torch(heads=H, attn_mask=torch.zeros(4)), ShapeError, "must have 2 or 3 axes"),
+        (
+            lambda: masks_from_torch(heads=H, attn_mask=torch.zeros(4, 4), key_padding_mask=torch.zeros(2, 5)),
+            ShapeError,
+            "key_padding_mask has 5, attn_mask has 4",
+        ),
+        (
+            lambda: masks_from_torch(heads=H, attn_mask=torch.zeros(2 * H, 4, 4), key_padding_mask=torch.zeros(3, 4)),
+            ShapeError,
+            "key_padding_mask has 3, attn_mask has 2",
+        ),
     ],
 )
 def test_unsupported_layers_and_masks_are_rejected(call, error: type[Exception], message: str) -> None:

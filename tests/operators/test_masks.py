@@ -358,6 +358,15 @@ def test_masks_of_multihead_attention_that_weigh_or_differ_are_kept() -> None:
     assert torch.equal(hint.pair_mask, ~(bias[0] > 0)[None, None])
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=["boolean", "additive"])
+def test_masks_without_values_are_kept_as_they_are(dtype: torch.dtype) -> None:
+    """On meta nothing can be recognised; of no queries nothing is hidden."""
+    unread = Mask.from_multihead(None, torch.zeros(4, 5, dtype=dtype, device="meta"), False, 4, 5, 3)
+    assert [x.shape for x in unread.arguments().values()] == [(1, 1, 4, 5)]
+    nothing = Mask.from_multihead(None, torch.zeros(0, 5, dtype=dtype), False, 0, 5, 3)
+    assert nothing.arguments() == {}
+
+
 def test_a_learned_bias_stays_one_even_where_it_is_zero() -> None:
     bias = torch.zeros(4, 4, requires_grad=True)
     assert Mask.from_sdpa(bias, False, 4, 4).attn_bias is not None

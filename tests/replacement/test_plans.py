@@ -72,6 +72,17 @@ def test_the_bound_is_above_every_measured_drift(plan: Plan) -> None:
         assert 0 < point.largest <= point.bound
 
 
+def test_less_confidence_is_a_smaller_bound_from_the_same_drifts(model: nn.Module, plan: Plan) -> None:
+    less = headwise.plan(model, kinds(), tolerance=0.05, choices=FEW, confidence=0.8, **BRIEF)
+    assert less.provenance["confidence"] == 0.8 < plan.provenance["confidence"]
+    again = {tuple(map(str, row)): point for point in plan.curve for row in point.sites.values()}
+    same = [(x, again[key]) for x in less.curve[1:] for row in x.sites.values() if (key := tuple(map(str, row))) in again]
+    assert same
+    for ours, more in same:
+        assert ours.drift == more.drift
+        assert ours.bound <= more.bound
+
+
 @pytest.fixture
 def chosen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drift is measured with the plan itself instead of plans that were chosen without a kind."""
@@ -344,6 +355,8 @@ def test_too_few_texts_and_wrong_lengths(model: nn.Module) -> None:
         headwise.plan(model, batches(), tolerance=0.1, objective="money")
     with pytest.raises(InputError, match="tolerance"):
         headwise.plan(model, batches(), tolerance=float("nan"))
+    with pytest.raises(InputError, match=r"confidence must be between 0.5 and 0.999, but is 1\.0"):
+        headwise.plan(model, batches(), tolerance=0.1, confidence=1.0)
 
 
 def test_an_interrupted_run_resumes(model: nn.Module, plan: Plan, tmp_path: Path) -> None:

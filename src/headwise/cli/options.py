@@ -83,16 +83,17 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def number(least: float) -> Callable[[str], float]:
-    """Type of an option: a finite number of at least `least`."""
+def number(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Type of an option: a finite number of at least `least` and at most `most`."""
+    limits = f"at least {least:g}" + (f" and at most {most:g}" if math.isfinite(most) else "")
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"is {text[:40]!r}; it must be a number") from error
-        if not math.isfinite(value) or value < least:
-            raise argparse.ArgumentTypeError(f"is {text[:40]}; it must be a finite number of at least {least:g}")
+        if not math.isfinite(value) or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"is {text[:40]}; it must be a finite number of {limits}")
         return value
 
     return parse

@@ -90,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         help="quantity to minimise (default: %(default)s)",
     )
     parser.add_argument(
+        "--confidence",
+        type=shared.number(0.5, 0.999),
+        default=0.99,
+        metavar="C",
+        help="share of texts, each of another new kind, that shall stay within the tolerance (default: %(default)s)",
+    )
+    parser.add_argument(
         "--beyond",
         choices=("exact", "refuse"),
         default="exact",
@@ -121,6 +128,7 @@ def _plan(options: argparse.Namespace, partial: Path, command: str, processes: i
         tolerance=options.tolerance,
         objective=options.objective,
         beyond=options.beyond,
+        confidence=options.confidence,
         seed=options.seed,
         name=loaded.name,
         provenance={"command": command, "data": data},

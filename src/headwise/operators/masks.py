@@ -375,8 +375,8 @@ def _take_rows(x: Tensor | None, start: int, stop: int) -> Tensor | None:
 
 
 def _none_if_all(mask: Tensor) -> Tensor | None:
-    """None where all entries are True; not looked at while a graph is traced."""
-    return mask if torch.compiler.is_compiling() or not bool(mask.all()) else None
+    """None where all entries are True and can be read."""
+    return None if read(mask.all()) else mask
 
 
 def _recognised(attn_mask: Tensor, m: int, n: int, causal: bool) -> Mask:
@@ -387,15 +387,16 @@ def _recognised(attn_mask: Tensor, m: int, n: int, causal: bool) -> Mask:
         return Mask(m, n, attn_bias=bias)
     shared = visible[:, :1]
     per_head = visible.shape[1] > 1 and visible.stride(1) != 0
-    if per_head and (torch.compiler.is_compiling() or not bool((visible == shared).all())):
+    if per_head and not read((visible == shared).all()):
         return Mask(m, n, pair_mask=visible, attn_bias=bias)
     if visible.shape[-2] == 1:
         # a decoder that generates has a single query, which attends to every key; its flag still says causal
         return Mask(m, n, causal and m == 1, _none_if_all(shared.squeeze(-2)), attn_bias=bias)
-    if torch.compiler.is_compiling():
+    keys = shared[..., -1:, :].all(-2)  # padding alone, or with causality, shows in the row of the last query
+    same = read((shared == keys.unsqueeze(-2)).all())
+    if same is None:
         return Mask(m, n, pair_mask=visible, attn_bias=bias)
-    keys = shared[..., -1, :]  # padding alone, or with causality, shows in the row of the last query
-    if bool((shared == keys.unsqueeze(-2)).all()):
+    if same:
         return Mask(m, n, False, _none_if_all(keys), attn_bias=bias)
     square = torch.ones(m, n, dtype=torch.bool, device=keys.device).tril(n - m)
     if m <= n and bool((shared == (keys.unsqueeze(-2) & square)).all()):
@@ -411,7 +412,10 @@ def _split(attn_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return None, attn_mask  # learned numbers are no mask, even where all of them are zero
     # masks hold the most negative number of their dtype as often as -inf
     visible = attn_mask > torch.finfo(attn_mask.dtype).min / 2
-    if bool(((attn_mask == 0) | ~visible).all()):
+    only_masks = read(((attn_mask == 0) | ~visible).all())
+    if only_masks is None:
+        return None, attn_mask
+    if only_masks:
         return visible, None
     near = attn_mask > limits.LARGE_NEGATIVE
     if bool(((attn_mask == 0) | ~near).all()) and bool(near.any(-1).all()):

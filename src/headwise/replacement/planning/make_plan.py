@@ -34,7 +34,7 @@ from headwise.replacement.planning.allocation import Allocation, DriftModel, gra
 from headwise.replacement.planning.capture import AttentionSite, capture, find_sites
 from headwise.replacement.planning.drift import Answer, answer_for, run_with
 from headwise.replacement.planning.fit import beats_ablation, fit
-from headwise.replacement.planning.prediction_bound import CONFIDENCE, bound_over_lengths
+from headwise.replacement.planning.prediction_bound import CONFIDENCE, LEAST_CONFIDENCE, bound_over_lengths
 from headwise.replacement.planning.saved_progress import PlanProgress
 from headwise.replacement.planning.sensitivity import sensitivities
 from headwise.replacement.planning.timing import OBJECTIVES, relative_costs, time_plan
@@ -73,6 +73,7 @@ def plan(
     objective: str = "seconds",
     beyond: str = "exact",
     evaluations: int = 6,
+    confidence: float = CONFIDENCE,
     seed: int = 0,
     name: str | None = None,
     provenance: Mapping[str, Any] | None = None,
@@ -88,6 +89,7 @@ def plan(
     objective        quantity to minimise: "seconds", "prefill", "decode", "memory" or "multiply-adds"
     beyond           what the rewritten model does with longer sequences: "exact" attention, or "refuse"
     evaluations      plans that are run
+    confidence       share of texts of a new kind that shall stay within the tolerance: of the bound that is compared with it
     partial_results  a directory for what was computed, from which an interrupted run resumes
     progress         True for bars on standard error, or a function of (what, done, total)
 
@@ -96,6 +98,8 @@ def plan(
     check_tolerance(tolerance)
     if objective not in OBJECTIVES:
         raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, but is {objective!r}")
+    if not LEAST_CONFIDENCE <= confidence <= 0.999:
+        raise InputError(f"confidence must be between {LEAST_CONFIDENCE} and 0.999, but is {confidence}")
     check_own_attention(model)
     check_weights(model)
     kinds = _by_kind(batches)
@@ -128,6 +132,7 @@ def plan(
             seed,
             PlanProgress(partial_results, run_key(weights, settings)),
             evaluations,
+            confidence,
             report,
         )
         curve = run.trade_off(tolerance)
@@ -156,12 +161,12 @@ def plan(
         beyond=beyond,
         provenance={
             **(provenance or {}),
-            "run": run_key(weights, {**settings, "objective": objective, "evaluations": evaluations}),
+            "run": run_key(weights, {**settings, "objective": objective, "evaluations": evaluations, "confidence": confidence}),
             "seed": seed,
             "objective": objective,
             "kinds": {kind: len(given) for kind, given in kinds.items()},
             "ratio": run.ratio,
-            "confidence": CONFIDENCE,
+            "confidence": confidence,
         },
     ).at(tolerance)
     timing = from_first(lambda: time_plan(result, objective))
@@ -247,6 +252,7 @@ class _Run:
     seed: int
     store: PlanProgress
     evaluations: int
+    confidence: float
     report: Progress
     fitted: dict[tuple[str, Choice], Tensors] = field(default_factory=dict)
     learned: dict[tuple[str, Choice], Tensor] = field(default_factory=dict)  # (h,): what was learned helps elsewhere
@@ -275,7 +281,7 @@ class _Run:
 
             drifts = dealt(self.kinds, drifts_of)
             largest = {kind: {n: max(row) for n, row in rows.items()} for kind, rows in drifts.items()}
-            bound = min(bound_over_lengths(drifts), LARGEST_TOLERANCE[self.answer.measure])
+            bound = min(bound_over_lengths(drifts, self.confidence), LARGEST_TOLERANCE[self.answer.measure])
             measured[index] = PlanPoint(self._sites(plan), plan.cost, predicted[index], largest, bound)
             ratios = [each.bound / each.predicted for each in measured.values() if each.predicted > 0]
             self.ratio = statistics.median(ratios)
