@@ -28,6 +28,7 @@ import numpy
 import torch
 
 import headwise
+from headwise.cli.plan_command import return_freed_memory
 from headwise.models.fingerprint import run_key
 from headwise.models.inputs import special_tokens, tokenizer_of
 from headwise.models.load import LoadedModel, load_model
@@ -43,6 +44,7 @@ from headwise.replacement.planning.calibration_texts import (
     texts_per_kind,
 )
 from headwise.replacement.planning.drift import answer_for
+from headwise.replacement.planning.prediction_bound import CONFIDENCE
 from headwise.replacement.planning.saved_progress import PlanProgress
 from headwise.replacement.planning.timing import OBJECTIVES
 
@@ -94,6 +96,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.05)
     parser.add_argument("--objective", choices=OBJECTIVES, default="seconds")
     parser.add_argument("--evaluations", type=int, default=6)
+    parser.add_argument("--confidence", type=float, default=CONFIDENCE)
     parser.add_argument("--texts", type=int, help="of each kind and length (default: as `headwise plan`)")
     parser.add_argument("--checks", type=int, help="texts of each kind and length that check (default: 12, decoders 1)")
     parser.add_argument("--lengths", type=int, nargs="+", help="check the beginnings of so many tokens (decoders)")
@@ -101,6 +104,7 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, help="check this plan instead of making one")
     parser.add_argument("--save", type=Path, help="write the plan into this directory")
     options = parser.parse_args()
+    return_freed_memory()
     loaded = load_model(options.model)
     saved = None if options.plan is None else Plan.load(options.plan)
     texts = options.texts or texts_per_kind(loaded.model, options.length if saved is None else saved.length)
@@ -127,6 +131,7 @@ def _planned(loaded: LoadedModel, texts: int, options: argparse.Namespace) -> Pl
         tolerance=options.tolerance,
         objective=options.objective,
         evaluations=options.evaluations,
+        confidence=options.confidence,
         name=loaded.name,
         partial_results=None if options.partial is None else options.partial / "plan",
         progress=_progress(),

@@ -76,7 +76,9 @@ def test_less_confidence_is_a_smaller_bound_from_the_same_drifts(model: nn.Modul
     less = headwise.plan(model, kinds(), tolerance=0.05, choices=FEW, confidence=0.8, **BRIEF)
     assert less.provenance["confidence"] == 0.8 < plan.provenance["confidence"]
     again = {tuple(map(str, row)): point for point in plan.curve for row in point.sites.values()}
-    same = [(x, again[key]) for x in less.curve[1:] for row in x.sites.values() if (key := tuple(map(str, row))) in again]
+    same = [
+        (x, again[key]) for x in less.curve[1:] for row in x.sites.values() if (key := tuple(map(str, row))) in again
+    ]
     assert same
     for ours, more in same:
         assert ours.drift == more.drift

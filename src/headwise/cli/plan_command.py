@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,9 +114,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def return_freed_memory() -> None:
+    """Give blocks of 4 MB and more back to the system when they are freed; glibc keeps the gaps between them otherwise.
+
+    Planning for 4096 tokens then takes 2.4 GB instead of 3.3 (SmolLM2-135M).  For the whole process, so only in a command.
+    """
+    import ctypes
+
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 4 << 20)
+
+
+M_MMAP_THRESHOLD = -3
+"""From malloc.h of glibc."""
+
+
 def _plan(options: argparse.Namespace, partial: Path, command: str, processes: int) -> Plan:
     from headwise.replacement import plan
 
+    return_freed_memory()
     loaded = shared.load(options)
     whole = _ends_before_its_predictions(loaded)
     if whole:

@@ -161,7 +161,9 @@ def plan(
         beyond=beyond,
         provenance={
             **(provenance or {}),
-            "run": run_key(weights, {**settings, "objective": objective, "evaluations": evaluations, "confidence": confidence}),
+            "run": run_key(
+                weights, {**settings, "objective": objective, "evaluations": evaluations, "confidence": confidence}
+            ),
             "seed": seed,
             "objective": objective,
             "kinds": {kind: len(given) for kind, given in kinds.items()},

@@ -57,9 +57,7 @@ def prediction_bound(drifts: Mapping[str, Sequence[float]], confidence: float = 
     return max(*every, math.exp(min(exponent, 100.0)))
 
 
-def bound_over_lengths(
-    drifts: Mapping[str, Mapping[int, Sequence[float]]], confidence: float = CONFIDENCE
-) -> float:
+def bound_over_lengths(drifts: Mapping[str, Mapping[int, Sequence[float]]], confidence: float = CONFIDENCE) -> float:
     """Largest bound over lengths for one text of a new kind; {kind: {length: drift of every text}}.
 
     If some length has texts of a single kind, texts of all lengths together are bounded too.
