@@ -75,10 +75,8 @@ def test_the_bound_is_above_every_measured_drift(plan: Plan) -> None:
 def test_less_confidence_is_a_smaller_bound_from_the_same_drifts(model: nn.Module, plan: Plan) -> None:
     less = headwise.plan(model, kinds(), tolerance=0.05, choices=FEW, confidence=0.8, **BRIEF)
     assert less.provenance["confidence"] == 0.8 < plan.provenance["confidence"]
-    again = {tuple(map(str, row)): point for point in plan.curve for row in point.sites.values()}
-    same = [
-        (x, again[key]) for x in less.curve[1:] for row in x.sites.values() if (key := tuple(map(str, row))) in again
-    ]
+    sites = [{name: list(row) for name, row in point.sites.items()} for point in plan.curve]
+    same = [(x, more) for x in less.curve[1:] for y, more in zip(sites, plan.curve, strict=True) if x.sites == y]
     assert same
     for ours, more in same:
         assert ours.drift == more.drift

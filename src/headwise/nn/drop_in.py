@@ -58,9 +58,8 @@ def masks_from_torch(
     n = same_axis("masks_from_torch", "n", **{name: x.shape[-1] for name, x in given.items()})
     m = n if attn_mask is None else attn_mask.shape[-2]
     if len(given) == 2 and key_padding_mask.dim() == 2 and attn_mask.dim() == 3:
-        same_axis(
-            "masks_from_torch", "b", key_padding_mask=key_padding_mask.shape[0], attn_mask=attn_mask.shape[0] // heads
-        )
+        texts = {"key_padding_mask": key_padding_mask.shape[0], "attn_mask": attn_mask.shape[0] // heads}
+        same_axis("masks_from_torch", "b", **texts)
     return _keywords(Mask.from_multihead(key_padding_mask, attn_mask, is_causal, m, n, heads))
 
 

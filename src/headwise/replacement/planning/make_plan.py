@@ -89,7 +89,7 @@ def plan(
     objective        quantity to minimise: "seconds", "prefill", "decode", "memory" or "multiply-adds"
     beyond           what the rewritten model does with longer sequences: "exact" attention, or "refuse"
     evaluations      plans that are run
-    confidence       share of texts of a new kind that shall stay within the tolerance: of the bound that is compared with it
+    confidence       of the bound: the share of texts, each of another new kind, that shall stay within the tolerance
     partial_results  a directory for what was computed, from which an interrupted run resumes
     progress         True for bars on standard error, or a function of (what, done, total)
 
@@ -136,6 +136,7 @@ def plan(
             report,
         )
         curve = run.trade_off(tolerance)
+    search = {"objective": objective, "evaluations": evaluations, "confidence": confidence}
     result = Plan(
         {
             "class": type(model).__name__,
@@ -161,14 +162,11 @@ def plan(
         beyond=beyond,
         provenance={
             **(provenance or {}),
-            "run": run_key(
-                weights, {**settings, "objective": objective, "evaluations": evaluations, "confidence": confidence}
-            ),
+            "run": run_key(weights, {**settings, **search}),
             "seed": seed,
-            "objective": objective,
+            **search,
             "kinds": {kind: len(given) for kind, given in kinds.items()},
             "ratio": run.ratio,
-            "confidence": confidence,
         },
     ).at(tolerance)
     timing = from_first(lambda: time_plan(result, objective))

@@ -70,7 +70,7 @@ def bound_over_lengths(drifts: Mapping[str, Mapping[int, Sequence[float]]], conf
 
 
 def quantile(freedom: float, confidence: float = CONFIDENCE) -> float:
-    """t with P(T <= t) = confidence for Student's T = sqrt(nu) cot(angle), where the angle has density sin(angle)^(nu - 1).
+    """t with P(T <= t) = confidence for Student's T = sqrt(nu) cot(angle); the angle has density sin(angle)^(nu - 1).
 
     >>> round(quantile(4), 3), round(quantile(6, 0.95), 3), round(quantile(math.inf), 3)
     (3.747, 1.943, 2.326)
