@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import headwise
 from headwise.errors import InputError, ShapeError, UnsupportedError
 from headwise.replacement import Choice, Plan, load
+from headwise.replacement.install.mixed_heads import MixedHeads
 from tests.models.tiny_models import ALL
 from tests.replacement.plans import CACHED, CAUSAL, SMALL, plan_for, written_out
 
@@ -106,6 +107,19 @@ def test_softmax_everywhere_is_the_original_model(name: str) -> None:
     assert torch.equal(states(model, batch), expected)
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "t5"])
+def test_hidden_states_are_recorded_on_demand(name: str) -> None:
+    """In memory as in a model that was loaded: transformers keeps a list of classes that can."""
+    model, batch = made(name)
+    new, _ = headwise.rewrite(model, plan_for(model, batch, [SOFTMAX]), probe=batch)
+    with torch.no_grad():
+        found, expected = (m(**batch, output_hidden_states=True) for m in (new, model))
+    names = [key for key in expected if key.endswith("hidden_states")]
+    assert names
+    for key in names:
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-6, atol=1e-6)
+
+
 LENGTHS = torch.tensor([[13], [8]])
 
 
@@ -152,6 +166,38 @@ def test_a_padded_sequence_equals_the_shorter_one(name: str, side: str) -> None:
     padded = states(new, {"input_ids": tokens, "attention_mask": keep.long(), "position_ids": at})[1, keep[1]]
     alone = states(new, {"input_ids": tokens[1:, keep[1]]})[0]
     torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_layers_of_softmax_heads_run_the_kernels_from_32_keys_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to the original to rounding; bit for bit below `exact_below`, and where only the original can do it."""
+    calls = []
+    run = MixedHeads._at_once
+    monkeypatch.setattr(MixedHeads, "_at_once", lambda self, *args: (calls.append(1), run(self, *args))[1])
+    model = causal_lm() if name == "llama" else made(name)[0]
+    plan = plan_for(model, {"input_ids": ids(1, 5)}, [SOFTMAX], length=96)
+    new, _ = headwise.rewrite(model, replace(plan, exact_below=dict.fromkeys(plan.sites, 40)))
+    calls.clear()  # of the probe, which runs every head
+    for n, keep, kernels in ((31, None, False), (39, None, False), (40, None, True), (60, padded(60), True)):
+        batch = {"input_ids": ids(2, n)} | ({} if keep is None else {"attention_mask": keep})
+        found, expected = states(new, batch), states(model, batch)
+        assert bool(calls) == kernels
+        real = slice(None) if keep is None else keep.bool()
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+        assert kernels or torch.equal(found, expected)
+        calls.clear()
+    pairs = torch.rand(1, 1, 50, 50) > 0.5
+    pairs = pairs | torch.eye(50, dtype=torch.bool)
+    batch = {"input_ids": ids(1, 50), "attention_mask": torch.where(pairs, 0.0, torch.finfo(torch.float32).min)}
+    assert torch.equal(states(new, batch), states(model, batch))
+    assert not calls
+
+
+def padded(n: int) -> Tensor:
+    keep = torch.ones(2, n, dtype=torch.long)
+    keep[1, : n // 4] = 0
+    return keep
 
 
 def test_masks_of_four_axes() -> None:

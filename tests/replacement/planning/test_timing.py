@@ -73,8 +73,8 @@ def test_a_group_keeps_what_one_of_its_heads_needs() -> None:
 
 
 def test_layers_are_exact_below_the_length_from_which_they_are_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(versions: list, groups: int, length: int, causal: bool) -> list[float]:
-        assert groups == 2
+    def seconds(versions: list, heads: int, groups: int, width: int, length: int, causal: bool) -> list[float]:
+        assert (heads, groups, width) == (4, 2, 8)
         return [1.0, 2.0 if length == 32 else 0.5][: len(versions)]
 
     def token(heads: MixedHeads, groups: int, length: int) -> list[float]:

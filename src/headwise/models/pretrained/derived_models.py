@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,9 @@ def derive(model: Any, change: Change) -> None:
     forget_names_in_files(model)
     model.config.__class__ = derived_config(change, type(model.config))
     model.__class__ = derived_class(change, type(model))
+    # where its constructor says which outputs, such as hidden_states, are recorded on demand, by the name of the class
+    recorded = getattr(sys.modules["transformers.modeling_utils"], "_CAN_RECORD_REGISTRY", {})
+    recorded[str(type(model))] = getattr(model, "_can_record_outputs", None)
 
 
 @functools.cache  # one subclass per class, so that isinstance works

@@ -309,7 +309,7 @@ class LayerPast:
         """P v (b, h, m, d) of new queries; `original(k, v)` is the attention of q in the model as it was."""
         exact = self.heads.runs_exact(new.n) or new.n <= self.covered
         if not new.before:
-            unchanged = exact or self.heads.replaced is None
+            unchanged = exact or self.heads.runs_original(q, k, v)
             out = original(k, v) if unchanged else self.heads(q, k, v, key_mask=new.keep, causal=True, scale=new.scale)
             self._open(k.detach(), v.detach(), new, whole=exact or self.keep_all)
         else:

@@ -128,15 +128,22 @@ class MixedHeads(nn.Module):
 
     def runs_exact(self, n: int) -> bool:
         """Whether attention to n keys is that of the original model; UnsupportedError if the plan refuses it."""
-        if self.replaced is None or self.exact_below <= n <= self.length:
+        if n >= self.exact_below and (self.replaced is None or n <= self.length):
             return False
-        if n > self.length and self.beyond == "refuse":
+        if n > self.length and self.beyond == "refuse" and self.replaced is not None:
             head, choice = self.replaced
             raise UnsupportedError(
                 f"head {head} is {choice}, planned for at most {self.length} keys, but there are {n}, and the plan "
                 'says beyond = "refuse"; shorten the input, plan for a greater length, or set beyond to "exact"'
             )
         return True
+
+    def runs_original(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether the model's own function computes this call; for softmax heads alone, unless the kernels are faster."""
+        if self.runs_exact(k.shape[-2]):
+            return True
+        few = min(q.shape[-2], k.shape[-2]) < limits.TILES_FROM
+        return self.replaced is None and (few or not key_patterns.usable(q, k, v))
 
     @contextmanager
     def at_any_length(self) -> Iterator[None]:

@@ -79,11 +79,17 @@ def attention(
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, pairs, **options, **kwargs)
 
-    if past is None and (heads is None or heads.replaced is None or heads.runs_exact(n)):
+    if past is None and (heads is None or heads.runs_original(query, key, value)):
         return original(key, value)
     read = Mask.from_transformers(attention_mask, flag, query.shape[-2], n)
-    if heads is not None and heads.replaced is not None:
-        _check_supported(module, heads, read, position_bias, dropout)
+    why = _unsupported(read, position_bias, dropout)
+    if heads is not None and heads.replaced is not None and why is not None:
+        head, choice = heads.replaced
+        raise UnsupportedError(f"{type(module).__name__}: head {head} is {choice}, which does not support {why}")
+    if why is not None and past is not None:
+        raise UnsupportedError(f"HeadCache: does not support {why}; or pass past_key_values=DynamicCache(config=…)")
+    if why is not None:
+        return original(key, value)
     if past is not None:
         out = past.attend(query, key, value, read, scale, lambda k, v: original(k, v)[0].transpose(1, 2))
     else:
@@ -152,21 +158,15 @@ def mask(
     return keep if causal else keep[:, None, None, :]
 
 
-def _check_supported(
-    module: nn.Module, heads: MixedHeads, mask: Mask, position_bias: Tensor | None, dropout: float
-) -> None:
-    """Raise UnsupportedError for what only softmax heads can do, naming a head that is not softmax."""
-    assert heads.replaced is not None
+def _unsupported(mask: Mask, position_bias: Tensor | None, dropout: float) -> str | None:
+    """What only the original attention can do, and what to change."""
     if not is_padding_or_causal(mask):
-        why = (
+        return (
             f"a mask (m = {mask.m}, n = {mask.n}) that is neither padding nor causal (or comes from a static cache, or "
             "is built while compiling); pass a mask (b, n)"
         )
-    elif position_bias is not None:
-        why = f"a position bias of shape {tuple(position_bias.shape)}; keep the heads of this model softmax"
-    elif dropout:
-        why = f"attention dropout of {dropout:g}; call model.eval(), or set the attention dropout of its config to 0"
-    else:
-        return
-    head, choice = heads.replaced
-    raise UnsupportedError(f"{type(module).__name__}: head {head} is {choice}, which does not support {why}")
+    if position_bias is not None:
+        return f"a position bias of shape {tuple(position_bias.shape)}; keep the heads of this model softmax"
+    if dropout:
+        return f"attention dropout of {dropout:g}; call model.eval(), or set the attention dropout of its config to 0"
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -66,7 +66,7 @@ def kept_keys(choice: Choice, n: int) -> int:
 
 @cache  # sites of one model are alike
 def _seconds_alone(choice: Choice, heads: int, groups: int, width: int, length: int, causal: bool) -> float:
-    return _seconds([MixedHeads([choice] * heads, width, length)], groups, length, causal)[0]
+    return _seconds([MixedHeads([choice] * heads, width, length)], heads, groups, width, length, causal)[0]
 
 
 @cache  # sites of one model are alike
@@ -100,7 +100,7 @@ def _token_seconds(heads: MixedHeads, groups: int, length: int) -> list[float]:
 
 
 def time_plan(plan: Plan, objective: str = "seconds") -> dict[str, Any]:
-    """Seconds of attention in the whole model, exact and as planned, by length; and keys in its cache.
+    """Seconds of attention in the whole model, as it was and as planned, by length; and keys in its cache.
 
     seconds      of all queries at once, by length
     token        of a new query after so many keys, in decoders whose heads can use a cache
@@ -121,12 +121,13 @@ def time_plan(plan: Plan, objective: str = "seconds") -> dict[str, Any]:
         heads = plan.mixed_heads(site)
         groups, key = facts.get("key_value_heads", len(choices)), (tuple(choices), facts["width"], facts["causal"])
         if key not in measured:
-            exact = MixedHeads([SOFTMAX] * len(choices), facts["width"], plan.length)
-            versions = [exact] if heads.replaced is None else [exact, heads]
-            measured[key] = {"seconds": {n: _seconds(versions, groups, n, facts["causal"]) for n in lengths}}
+            unchanged = heads.replaced is None and not native.usable(torch.zeros(1))
+            versions = [_original] if unchanged else [_original, heads]
+            size = len(choices), groups, facts["width"]
+            measured[key] = {"seconds": {n: _seconds(versions, *size, n, facts["causal"]) for n in lengths}}
             if decodes:
                 measured[key]["token"] = {n: _token_seconds(heads, groups, n) for n in lengths}
-        below[site] = 0 if heads.replaced is None else _crossover(measured[key], objective)
+        below[site] = _crossover(measured[key], objective)
         if objective == "memory":
             below[site] = min(below[site], plan.length // 8)
         for part, by_length in measured[key].items():
@@ -160,10 +161,17 @@ def kept_share(plan: Plan) -> float:
     return kept / total
 
 
-def _seconds(versions: Sequence[MixedHeads], groups: int, length: int, causal: bool) -> list[float]:
+def _original(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Attention of a model that was not rewritten."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def _seconds(
+    versions: Sequence[Callable[..., Tensor]], heads: int, groups: int, width: int, length: int, causal: bool
+) -> list[float]:
     """Median time of a few calls on one sequence for each of the versions, in turns; fewer calls if they are slow."""
     generator = torch.Generator().manual_seed(0)
-    heads, width = len(versions[0].choices), versions[0].width
     q, k, v = (torch.randn(1, h, length, width, generator=generator) for h in (heads, groups, groups))
     times: list[list[float]] = [[] for _ in versions]
     with torch.no_grad():
