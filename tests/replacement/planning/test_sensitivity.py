@@ -114,3 +114,41 @@ def test_recomputed_layers_give_the_same_samples(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("headwise.replacement.planning.sensitivity.layers_of", lambda model, sites: {})
     for name, x in run().items():
         torch.testing.assert_close(x, recomputed[name])
+
+
+class Decoder(nn.Module):
+    """A causal language model whose layers call torch's attention themselves; all uses of one if `shared`."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return x + self.out(out.transpose(1, 2).flatten(2))
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.embed, self.lm_head = nn.Embedding(99, 16), nn.Linear(16, 99)
+        self.layers = nn.ModuleList(Decoder.Layer() for _ in range(1 if shared else 2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for index in range(2):
+            x = self.layers[index % len(self.layers)](x)
+        return self.lm_head(x)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_layers_that_attend_themselves(shared: bool) -> None:
+    """Every use of a layer has samples of its own, none of which is zero."""
+    torch.manual_seed(0)
+    model, batch = Decoder(shared).eval(), {"input_ids": torch.randint(99, (1, 24))}
+    sites = find_sites(model, batch)
+    assert list(sites) == ["layers.0", "layers.0@2" if shared else "layers.1"]
+    candidates = {n: [shaken(s.heads, s.width, (0, 1), 0.1)] for n, s in sites.items()}
+    x = sensitivities(model, batch, sites, candidates, Predictions(), torch.Generator().manual_seed(0))
+    assert x.keys() == sites.keys()
+    assert all((each != 0).any() for each in x.values())

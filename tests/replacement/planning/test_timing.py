@@ -100,3 +100,20 @@ def test_encoders_have_no_seconds_of_a_token() -> None:
     found = time_plan(Plan({"sites": {"a": facts}}, 32, {"a": [WINDOW] * 4}), "memory")
     assert "token" not in found
     assert found["exact_below"] == {"a": 0}
+
+
+@pytest.mark.usefixtures("kernels")
+def test_layers_of_softmax_heads_are_timed_against_the_function_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels they may be slower on short sequences: then, and for "memory" too, they stay as they were."""
+
+    def seconds(versions: list, heads: int, groups: int, width: int, length: int, causal: bool) -> list[float]:
+        assert len(versions) == 2
+        return [1.0, 1.5 if length == 32 else 0.5]
+
+    monkeypatch.setattr(timing, "_seconds", seconds)
+    monkeypatch.setattr(timing, "_token_seconds", lambda *args: [1.0, 2.0])
+    for objective in ("seconds", "decode", "memory"):
+        found = time_plan(plan(*[SOFTMAX] * 4, length=512), objective)
+        assert found["exact_below"] == {"a": 33, "b": 33}
+        assert found["seconds"]["32"] == {"exact": 2.0, "planned": 2.0}
+        assert found["seconds"]["512"] == {"exact": 2.0, "planned": 1.0}

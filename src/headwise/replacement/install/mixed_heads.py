@@ -139,7 +139,7 @@ class MixedHeads(nn.Module):
         return True
 
     def runs_original(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether the model's own function computes this call; for softmax heads alone, unless the kernels are faster."""
+        """Whether the model's own function computes this call: also for softmax alone where no kernel would."""
         if self.runs_exact(k.shape[-2]):
             return True
         few = min(q.shape[-2], k.shape[-2]) < limits.TILES_FROM

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
 from headwise.operators.masks import Mask
-from headwise.replacement.install.mixed_heads import MixedHeads, is_padding_or_causal
+from headwise.replacement.install.mixed_heads import is_padding_or_causal
 from headwise.replacement.install.operator_heads import OperatorHeads
 
 NAME = "headwise"

@@ -62,14 +62,17 @@ def find_sites(model: nn.Module, batch: Any) -> dict[str, AttentionSite]:
 
 
 def layers_of(model: nn.Module, sites: Sequence[str]) -> dict[str, nn.Module]:
-    """The member of a ModuleList that contains each site; empty if some site is in none."""
+    """The member of a ModuleList that contains each site; empty if some site is in none, or is one, or is used again.
+
+    Where a layer is recomputed, its forward is called on its own: only modules inside of it are called by their names.
+    """
     modules = dict(model.named_modules())
     layers = {}
     for site in sites:
-        parts = site.partition("@")[0].split(".")
-        above = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        parts = site.split(".")
+        above = [".".join(parts[: i + 1]) for i in range(len(parts) - 1)]
         inside = [name for name in above if isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)]
-        if not inside:
+        if not inside or "@" in site:
             return {}
         layers[site] = modules[inside[0]]
     return layers

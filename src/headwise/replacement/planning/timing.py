@@ -127,7 +127,8 @@ def time_plan(plan: Plan, objective: str = "seconds") -> dict[str, Any]:
             measured[key] = {"seconds": {n: _seconds(versions, *size, n, facts["causal"]) for n in lengths}}
             if decodes:
                 measured[key]["token"] = {n: _token_seconds(heads, groups, n) for n in lengths}
-        below[site] = _crossover(measured[key], objective)
+        # softmax heads alone keep the same keys either way: what differs is a sequence, which the kernels compute
+        below[site] = _crossover(measured[key], "prefill" if heads.replaced is None else objective)
         if objective == "memory":
             below[site] = min(below[site], plan.length // 8)
         for part, by_length in measured[key].items():
