@@ -42,23 +42,27 @@ def masks_from_torch(
     """
     whole_numbers("masks_from_torch", heads=heads)
     _check_masks("masks_from_torch", key_padding_mask, attn_mask, is_causal)
-    for name, mask, axes in (("key_padding_mask", key_padding_mask, (1, 2)), ("attn_mask", attn_mask, (2, 3))):
-        if mask is not None and mask.dim() not in axes:
+    given = {name: x for name, x in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)) if x is not None}
+    batched = {"key_padding_mask": 2, "attn_mask": 3}
+    for name, mask in given.items():
+        if mask.dim() not in (batched[name] - 1, batched[name]):
             raise ShapeError(
-                f"masks_from_torch: {name} must have {axes[0]} or {axes[1]} axes, but its shape is {tuple(mask.shape)}"
+                f"masks_from_torch: {name} must have {batched[name] - 1} or {batched[name]} axes, but its shape is "
+                f"{tuple(mask.shape)}"
             )
     if attn_mask is not None and attn_mask.dim() == 3 and attn_mask.shape[0] % heads:
         raise ShapeError(
             f"masks_from_torch: attn_mask has shape {tuple(attn_mask.shape)}; its first axis must be b * h, "
             f"a multiple of the {heads} heads"
         )
-    given = {name: x for name, x in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)) if x is not None}
     if not given:
         return {}
     n = same_axis("masks_from_torch", "n", **{name: x.shape[-1] for name, x in given.items()})
     m = n if attn_mask is None else attn_mask.shape[-2]
-    if len(given) == 2 and key_padding_mask.dim() == 2 and attn_mask.dim() == 3:
-        texts = {"key_padding_mask": key_padding_mask.shape[0], "attn_mask": attn_mask.shape[0] // heads}
+    texts = {
+        name: len(x) // (heads if name == "attn_mask" else 1) for name, x in given.items() if x.dim() == batched[name]
+    }
+    if len(texts) == 2:
         same_axis("masks_from_torch", "b", **texts)
     return _keywords(Mask.from_multihead(key_padding_mask, attn_mask, is_causal, m, n, heads))
 

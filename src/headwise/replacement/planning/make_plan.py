@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from headwise.distributed.dealing import dealt, from_first, several
 from headwise.errors import InputError
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, weights_hash
-from headwise.models.inputs import max_positions
-from headwise.models.run import as_it_was, check_batch
+from headwise.models.run import as_it_was
 from headwise.models.unseen import check_own_attention
 from headwise.progress import Progress, reported
 from headwise.replacement.install.mixed_heads import MixedHeads
 from headwise.replacement.kinds import Choice, Tensors, candidates, has_rotary_positions
 from headwise.replacement.planning.allocation import Allocation, DriftModel, gram_of
+from headwise.replacement.planning.batches_by_kind import Batches, by_kind, length_of, measured_lengths
 from headwise.replacement.planning.capture import AttentionSite, capture, find_sites
 from headwise.replacement.planning.drift import Answer, answer_for, run_with
 from headwise.replacement.planning.fit import beats_ablation, fit
@@ -47,14 +47,6 @@ from headwise.replacement.plans import (
     check_tolerance,
 )
 from headwise.replacement.standard_kinds import SOFTMAX
-
-"""(what is being done, how much of it is done, how much there is)"""
-
-Batches = Mapping[str, Sequence[Any]]
-"""{kind of text: batches}"""
-
-PARTS = 5
-"""Kinds that batches without names are dealt into."""
 
 STEPS = 60
 """Steps of Adam for a fit."""
@@ -102,7 +94,7 @@ def plan(
         raise InputError(f"confidence must be between {LEAST_CONFIDENCE} and 0.999, but is {confidence}")
     check_own_attention(model)
     check_weights(model)
-    kinds = _by_kind(batches)
+    kinds = by_kind(batches)
     first = next(iter(kinds.values()))[0]
     weights = weights_hash(model)
     with reported(progress) as report, as_it_was(model):
@@ -110,7 +102,7 @@ def plan(
         causal = all(site.causal for site in sites.values())
         answer = answer_for(model, first, causal=causal, texts=sum(len(given[::CHOOSING]) for given in kinds.values()))
         check_tolerance(tolerance, answer.measure)
-        lengths = _lengths(model, kinds, sites, answer, lengths)
+        lengths = measured_lengths(model, kinds, sites, answer, lengths)
         tried = choices or candidates(lengths[-1], causal=causal, rotary=has_rotary_positions(model))
         for choice in tried:
             if causal:
@@ -173,68 +165,17 @@ def plan(
     return replace(result, exact_below=timing.pop("exact_below"), timing=timing)
 
 
-def _by_kind(batches: Batches | Iterable[Any]) -> dict[str, list[Any]]:
-    """At least two kinds of at least two batches each, or InputError."""
-    if isinstance(batches, Mapping):
-        kinds = {kind: list(given) for kind, given in batches.items()}
-    else:
-        given = list(batches)
-        parts = min(PARTS, len(given) // 2)
-        kinds = {f"part {i + 1}": given[i::parts] for i in range(parts)}
-        if parts < 2:
-            raise InputError(f"a plan needs at least 4 batches, two to choose and two to measure, but got {len(given)}")
-    for kind, given in kinds.items():
-        if len(given) < 2:
-            raise InputError(f"{kind}: a plan needs two batches, one to choose and one to measure; got {len(given)}")
-        for batch in given:
-            check_batch(batch)
-    if len(kinds) < 2:
-        raise InputError(f"a plan needs at least two kinds of text, but got {', '.join(kinds) or 'none'}")
-    return kinds
-
-
 def _find_sites(
     model: nn.Module, kinds: Mapping[str, Sequence[Any]]
 ) -> tuple[dict[str, AttentionSite], dict[str, str]]:
     """The sites whose heads can be replaced, and why others cannot."""
-    longest = max((batch for given in kinds.values() for batch in given), key=lambda x: _length(x, 0))
+    longest = max((batch for given in kinds.values() for batch in given), key=lambda x: length_of(x, 0))
     sites = find_sites(model, longest)
     skipped = {name: site.skipped for name, site in sites.items() if site.skipped is not None}
     if len(skipped) == len(sites):
         reasons = "; ".join(f"{name}: {why}" for name, why in list(skipped.items())[:3])
         raise InputError(f"no attention of {type(model).__name__} can be replaced ({reasons})")
     return {name: site for name, site in sites.items() if name not in skipped}, skipped
-
-
-def _length(batch: Any, default: int) -> int:
-    """Tokens of the texts in a batch; `default` for images and recordings."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return default if ids is None else ids.shape[-1]
-
-
-def _lengths(
-    model: nn.Module,
-    kinds: Mapping[str, Sequence[Any]],
-    sites: Mapping[str, AttentionSite],
-    answer: Answer,
-    lengths: Sequence[int] | None,
-) -> tuple[int, ...]:
-    """The lengths at which drift is measured, ascending."""
-    name, limit = type(model).__name__, max_positions(model)
-    default = max(site.length for site in sites.values())
-    found = {_length(batch, default) for given in kinds.values() for batch in given}
-    longest = max(found)
-    if answer.by_position:
-        found = {longest, *(longest // i for i in (2, 4))} if lengths is None else set(lengths)
-        if max(found) > longest:
-            raise InputError(f"drift is to be measured at {max(found)} tokens, but the longest text has {longest}")
-    elif lengths is not None and set(lengths) != found:
-        raise InputError(f"drift is to be measured at {sorted(lengths)}, but the texts have {sorted(found)} tokens")
-    if limit is not None and limit < max(found):
-        raise InputError(f"{name} has {limit} positions, but texts have {max(found)} tokens")
-    if min(found) < 4:
-        raise InputError(f"texts have {min(found)} tokens; plans are for lengths of at least 4")
-    return tuple(sorted(found))
 
 
 @final
@@ -339,7 +280,7 @@ class _Run:
 
             x = self.store.stored(f"sensitivities {kind} {index}", compute)
             grams.append(gram_of(x))
-            self._advance(self._pass() * _length(batch, 1))
+            self._advance(self._pass() * length_of(batch, 1))
         return torch.stack(grams).mean(0)
 
     def _costs(self) -> Tensor:
@@ -373,14 +314,14 @@ class _Run:
             by_length: dict[int, list[float]] = {}
             for batch, states in zip(self._measuring(kind), before[kind], strict=True):
                 drift = self.answer.drift(self.model, batch, states, run_with(self.model, batch, self.answer, heads))
-                length = _length(batch, self.lengths[-1])
+                length = length_of(batch, self.lengths[-1])
                 shorter = [n for n in self.lengths if n <= length and self.answer.by_position]
                 for n in shorter or [length]:
                     by_length.setdefault(n, []).extend(drift[..., :n].mean(2).amax(0).clamp(min=0).tolist())
             return dict(sorted(by_length.items()))
 
         drifts = self.store.stored(f"drifts {kind} {plan.chosen}", compute)
-        self._advance(sum(_length(batch, 1) for batch in self._measuring(kind)))
+        self._advance(sum(length_of(batch, 1) for batch in self._measuring(kind)))
         return drifts
 
     def _heads(self, site: str, choices: Sequence[Choice]) -> MixedHeads:
@@ -401,8 +342,8 @@ class _Run:
     # ---- progress: one count for the whole, in tokens of a forward pass ----
 
     def _total(self) -> int:
-        choosing = sum(_length(batch, 1) for kind in self.kinds for batch in self._choosing(kind))
-        measuring = sum(_length(batch, 1) for kind in self.kinds for batch in self._measuring(kind))
+        choosing = sum(length_of(batch, 1) for kind in self.kinds for batch in self._choosing(kind))
+        measuring = sum(length_of(batch, 1) for kind in self.kinds for batch in self._measuring(kind))
         return self._pass() * choosing + self.evaluations * measuring
 
     def _pass(self) -> int:
