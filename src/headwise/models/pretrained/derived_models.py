@@ -20,6 +20,7 @@ from torch import nn
 
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.gate import Trust, forget_names_in_files, pretrained_model, quiet, transformers_library
+from headwise.models.pretrained.attention_functions import use
 from headwise.output_directory import check_unchanged
 
 ORIGINAL, IMPLEMENTATION = "original_model_type", "attn_implementation"
@@ -72,7 +73,7 @@ def derived_class(change: Change, base: type) -> type:
             change.register()
             super().__init__(config, *args, **kwargs)
             change.install(self)
-            self.set_attn_implementation(change.name)
+            use(self, change.name)
 
         @classmethod
         def from_pretrained(cls, source: str | Path, *args: Any, **options: Any) -> Any:

@@ -125,6 +125,12 @@ class HeadDimensions(nn.Module):
         for name, new in (("query_map", query_map), ("key_map", key_map)):
             self.register_buffer(name, new.to(self.query_weight))
 
+    def keep_all_(self) -> None:
+        """Undo `keep_`: the maps would be saved, and their sizes are not in the config."""
+        self.kept = None
+        for name in ("query_map", "key_map"):
+            self._buffers.pop(name, None)
+
     def config(self) -> dict[str, Any]:
         """The arguments of the constructor, for config.json."""
         sizes = {"heads": self.heads, "key_heads": self.key_heads, "key_width": self.key_width}
