@@ -24,6 +24,7 @@ from headwise.models.pretrained.attention_functions import use
 from headwise.output_directory import check_unchanged
 
 ORIGINAL, IMPLEMENTATION = "original_model_type", "attn_implementation"
+REFUSED = "load this with AutoModel after import headwise"
 PREFIX = "Headwise"
 
 
@@ -85,6 +86,7 @@ def derived_class(change: Change, base: type) -> type:
             place = Path(source) if Path(source).is_dir() else str(source)
             if isinstance(place, Path):
                 check_unchanged(place, ".safetensors")
+            options[IMPLEMENTATION] = "eager"  # until __init__ sets the function of the change
             model, info = pretrained_model(super(), place, trust, **options)
             if cls.__name__ not in (model.config.architectures or ()):  # the body of a model saved with its head
                 body = f"{model.base_model_prefix}."
@@ -145,12 +147,12 @@ def derived_config(change: Change, base: Any) -> Any:
 
     class Config(base):
         def to_dict(self) -> dict[str, Any]:
-            # stock classes refuse the attention function, whatever model type they are told
+            # stock classes refuse it, whatever model type they are told and whatever is registered
             return {
                 **super().to_dict(),
                 "model_type": change.name,
                 ORIGINAL: base.model_type,
-                IMPLEMENTATION: change.name,
+                IMPLEMENTATION: REFUSED,
             }
 
         def __reduce__(self) -> tuple[Any, ...]:
