@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import InputError
+from headwise.errors import InputError, UnsupportedError
 
 
 @final
@@ -92,6 +92,12 @@ class HeadDimensions(nn.Module):
 
     def keys(self, k: Tensor, context: Tensor) -> Tensor:
         """(b, h_kv, n, k) -> (b, h_kv, n, width)"""
+        if (k.shape[-3], k.shape[-1]) != (self.key_heads, self.key_width):
+            raise UnsupportedError(
+                f"HeadDimensions: {k.shape[-3]} heads of width {k.shape[-1]} are cached, but attention has "
+                f"{self.key_heads} key heads of width {self.key_width}: this model computes keys from what it caches, "
+                "so they cannot be cached at another width; pass use_cache=False"
+            )
         k = k if self.kept is None else k @ self.key_map.to(k)
         if not any(self.added):
             return k
