@@ -252,6 +252,14 @@ def test_a_narrowed_model_decodes_from_a_narrower_cache_and_is_saved(name: str, 
     assert torch.equal(output(again, batch(name, 2)), output(new, batch(name, 2)))
 
 
+def test_a_model_in_which_one_layer_keeps_its_width_is_saved(tmp_path: Path) -> None:
+    new, report = shrink(made("llama").eval(), batches("llama"), keep=0.9)
+    assert sorted(before - after for before, after in report.widths.values()) == [0, 2]
+    new.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(output(again, batch("llama", 2)), output(new, batch("llama", 2)))
+
+
 def test_padding_is_no_part_of_the_drift() -> None:
     model = made("llama").eval()
     short = {"input_ids": torch.randint(2, 20, (1, 6), generator=torch.Generator().manual_seed(0))}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from headwise.errors import HeadwiseError, InputError, UnsupportedError
+from headwise.errors import InputError, UnsupportedError
 from headwise.growth import Grower
 from headwise.models.run import in_double
 from headwise.models.widths.head_dimensions import HeadDimensions
@@ -275,9 +275,8 @@ def test_a_grown_model_is_saved_and_loaded_by_the_auto_classes(name: str, tmp_pa
 
 def test_a_stock_class_refuses_a_grown_checkpoint(tmp_path: Path) -> None:
     grown_llama().save_pretrained(tmp_path)
-    stock = transformers.LlamaForCausalLM
-    with pytest.raises((ValueError, HeadwiseError), match=r"headwise_widths|stock class"):
-        stock.from_pretrained(tmp_path)(**batch("llama", 1))
+    with pytest.raises(ValueError, match="load this with AutoModel after import headwise"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
 
 
 def test_an_unchanged_model_is_saved_as_what_it_was(tmp_path: Path) -> None:
@@ -313,6 +312,27 @@ def test_a_cache_holds_keys_at_their_new_width(name: str, beams: int) -> None:
         cache = model(**ids, use_cache=True).past_key_values
         assert cache.layers[0].keys.shape[-1] == 8
         assert cache.layers[0].values.shape[-1] == 6
+
+
+def test_a_cache_of_something_else_than_keys_is_refused() -> None:
+    """DeepSeek caches latents, from which it computes the keys of all heads."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "first_k_dense_replace": 1}
+    widths = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
+    config = transformers.DeepseekV3Config(vocab_size=20, hidden_size=16, intermediate_size=24, **sizes, **widths)
+    model, ids = transformers.DeepseekV3ForCausalLM(config), torch.randint(20, (2, 9))
+
+    def loss() -> Tensor:
+        return model(ids, labels=ids, use_cache=False).loss
+
+    grower = Grower(model, torch.optim.AdamW(model.parameters(), 1e-3))
+    for _ in range(2):
+        loss().backward()
+        grower.observe()
+    grower.grow(2, [("model.layers.0.self_attn", 0)], loss=loss)
+    assert loss().isfinite()
+    with pytest.raises(UnsupportedError, match=r"1 heads of width 8 are cached, but attention has 2 .*use_cache=False"):
+        model(ids)
 
 
 def test_several_optimizers_and_an_average_of_the_weights() -> None:

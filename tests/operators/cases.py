@@ -58,6 +58,8 @@ SOFTMAX = [
     _softmax("softmax, 5-D, broadcast", inputs=FIVE),
     _softmax("softmax, one token", inputs=ONE),
     _softmax("softmax, scale", inputs=CROSS, scale=2.0),
+    _softmax("softmax, negative scale, causal", inputs=HEADS, scale=-1.5, causal=True),
+    _softmax("softmax, scale of zero, causal", inputs=HEADS, scale=0.0, causal=True),
     _softmax("softmax, causal", inputs=HEADS, causal=True),
     _softmax("softmax, causal, more keys", inputs=CROSS, causal=True),
     _softmax("softmax, causal, fewer keys", inputs=TALL, causal=True),

@@ -178,7 +178,7 @@ def narrowed_to(
         yield
     finally:
         for site in widths:
-            dimensions_of(model, site).kept = None
+            dimensions_of(model, site).keep_all_()
 
 
 @torch.no_grad()

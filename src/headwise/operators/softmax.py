@@ -41,7 +41,7 @@ class Softmax(AttentionOperator):
 
     def apply(self, v: Tensor) -> Tensor:
         if symbolic(*self.shape[-2:]):  # one call: rows cannot be divided into a number of parts that is not known
-            s = self.scores
+            s = self.scores.rising()
             masks = s.mask.sdpa_arguments(s.q.dtype, s.q.device)
             out = F.scaled_dot_product_attention(s.q, s.k, s.mask.hide(v), scale=s.scale, **masks)
             empty = s.empty_rows()

@@ -174,11 +174,9 @@ def _operator(operator: Any, options: Mapping[str, Any]) -> Any:
 def _enable(model: nn.Module, replaced: set[int], undo: list[Callable[[], None]]) -> None:
     """Make the containers of replaced modules call them: transformers' interface, and no nested tensors."""
     for module in model.modules():
-        inside = any(id(part) in replaced for part in module.modules())
-        if not inside:
-            continue
-        if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
+        inside = [part for part in module.modules() if id(part) in replaced]
+        if inside and isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
             undo.append(partial(setattr, module, "use_nested_tensor", True))
             module.use_nested_tensor = False
-        if is_pretrained(module):
+        if is_pretrained(module) and any(x is module or transformers_models.calls_interface(x) for x in inside):
             undo.append(transformers_models.use_interface(module))

@@ -43,6 +43,12 @@ def test_auto_classes_load_what_was_saved(saved) -> None:
     assert again.config.model_type == "llama"  # families ask for it while they run
 
 
+def test_a_stock_class_never_runs_the_original_weights_in_its_place(saved) -> None:
+    """Also here, where the attention function of rewritten models is registered."""
+    with pytest.raises(ValueError, match="load this with AutoModel after import headwise"):
+        transformers.LlamaForCausalLM.from_pretrained(saved[1])
+
+
 def test_other_families(tmp_path: Path) -> None:
     model, batch = made("vit")
     new = headwise.rewrite(model, plan_for(model, batch, [Choice("window", {"width": 5, "leading": 1})]))[0]

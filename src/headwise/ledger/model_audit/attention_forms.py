@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from headwise.ledger.model_audit.audited_model import BLUNT, SAFETY, AuditedModel, NotTriedError
 from headwise.ledger.model_audit.promise import Promise, Standing
 from headwise.models.intercept import ATTENTION, intercept, read_sdpa
+from headwise.models.pretrained.attention_functions import implementations
 from headwise.models.provenance.attention_kind import Provenance, tensors
 from headwise.models.provenance.written_out import ADDED_PRODUCTS, PRODUCTS, SOFTMAX
 from headwise.operators._kernels.scores import Scores
@@ -77,16 +78,7 @@ def using(model: nn.Module, implementation: str) -> Iterator[None]:
         raise NotTriedError("its attention implementation cannot be chosen")
     if implementation == "sdpa" and not getattr(model, "_supports_sdpa", False):
         raise NotTriedError("it has no sdpa implementation")
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    queue = list(configs.values())
-    for config in queue:
-        for name in getattr(config, "sub_configs", None) or ():
-            part = getattr(config, name, None)
-            if part is not None and id(part) not in configs:
-                configs[id(part)] = part
-                queue.append(part)
-    field = "_attn_implementation_internal"
-    before = [(config, getattr(config, field)) for config in configs.values() if hasattr(config, field)]
+    undo = implementations(model)
     try:
         try:
             change(implementation)
@@ -94,8 +86,7 @@ def using(model: nn.Module, implementation: str) -> Iterator[None]:
             raise NotTriedError(f"it cannot be set to {implementation} ({str(error).splitlines()[0]})") from error
         yield
     finally:
-        for config, value in before:
-            setattr(config, field, value)
+        undo()
 
 
 class _Fused(TorchFunctionMode):

@@ -21,9 +21,11 @@ from torch import nn
 
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.gate import Trust, forget_names_in_files, pretrained_model, quiet, transformers_library
+from headwise.models.pretrained.attention_functions import use
 from headwise.output_directory import check_unchanged
 
 ORIGINAL, IMPLEMENTATION = "original_model_type", "attn_implementation"
+REFUSED = "load this with AutoModel after import headwise"
 PREFIX = "Headwise"
 
 
@@ -76,7 +78,7 @@ def derived_class(change: Change, base: type) -> type:
             change.register()
             super().__init__(config, *args, **kwargs)
             change.install(self)
-            self.set_attn_implementation(change.name)
+            use(self, change.name)
 
         @classmethod
         def from_pretrained(cls, source: str | Path, *args: Any, **options: Any) -> Any:
@@ -88,6 +90,7 @@ def derived_class(change: Change, base: type) -> type:
             place = Path(source) if Path(source).is_dir() else str(source)
             if isinstance(place, Path):
                 check_unchanged(place, ".safetensors")
+            options[IMPLEMENTATION] = "eager"  # until __init__ sets the function of the change
             model, info = pretrained_model(super(), place, trust, **options)
             if cls.__name__ not in (model.config.architectures or ()):  # the body of a model saved with its head
                 body = f"{model.base_model_prefix}."
@@ -148,12 +151,12 @@ def derived_config(change: Change, base: Any) -> Any:
 
     class Config(base):
         def to_dict(self) -> dict[str, Any]:
-            # stock classes refuse the attention function, whatever model type they are told
+            # stock classes refuse it, whatever model type they are told and whatever is registered
             return {
                 **super().to_dict(),
                 "model_type": change.name,
                 ORIGINAL: base.model_type,
-                IMPLEMENTATION: change.name,
+                IMPLEMENTATION: REFUSED,
             }
 
         def __reduce__(self) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import InputError
+from headwise.errors import InputError, UnsupportedError
 
 
 @final
@@ -92,6 +92,12 @@ class HeadDimensions(nn.Module):
 
     def keys(self, k: Tensor, context: Tensor) -> Tensor:
         """(b, h_kv, n, k) -> (b, h_kv, n, width)"""
+        if (k.shape[-3], k.shape[-1]) != (self.key_heads, self.key_width):
+            raise UnsupportedError(
+                f"HeadDimensions: {k.shape[-3]} heads of width {k.shape[-1]} are cached, but attention has "
+                f"{self.key_heads} key heads of width {self.key_width}: this model computes keys from what it caches, "
+                "so they cannot be cached at another width; pass use_cache=False"
+            )
         k = k if self.kept is None else k @ self.key_map.to(k)
         if not any(self.added):
             return k
@@ -124,6 +130,12 @@ class HeadDimensions(nn.Module):
         self.kept = query_map.shape[-1]
         for name, new in (("query_map", query_map), ("key_map", key_map)):
             self.register_buffer(name, new.to(self.query_weight))
+
+    def keep_all_(self) -> None:
+        """Undo `keep_`: the maps would be saved, and their sizes are not in the config."""
+        self.kept = None
+        for name in ("query_map", "key_map"):
+            self._buffers.pop(name, None)
 
     def config(self) -> dict[str, Any]:
         """The arguments of the constructor, for config.json."""

@@ -1,7 +1,7 @@
 """Models of transformers whose heads have other query/key widths, in memory and on disk (see `derived_models`).
 
-Their config.json holds the widths, and "attn_implementation": "headwise_widths", so that stock classes, which do not
-know it, refuse the files instead of loading a model that computes something else.
+Their config.json holds the widths, and an attention implementation that does not exist, so that stock classes refuse
+the files instead of loading a model that computes something else.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.intercept import running_calls
+from headwise.models.pretrained import attention_functions
 from headwise.models.pretrained.derived_models import default_probe
 from headwise.models.run import as_it_was, run_model
 from headwise.models.widths.head_dimensions import HeadDimensions
@@ -78,11 +79,9 @@ class ResizableSite:
 
 def register() -> None:
     """Register `attention` with transformers, with the masks of its sdpa; may be called repeatedly."""
-    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    attention_functions.register(NAME, attention, sdpa_mask)
 
 
 def attention(
@@ -246,18 +245,17 @@ def attention_sites(model: Any, probe: dict[str, Any] | None = None) -> list[Res
             f"{type(model).__name__} takes {model.main_input_name}; pass probe=, a batch of what it takes, so that its "
             "attention modules can be found"
         )
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    undo = attention_functions.use(model, NAME)
     _PROBE.sites = found = []
     _PROBE.names = {id(module): name for name, module in model.named_modules()}
     try:
         with as_it_was(model), torch.no_grad():
             run_model(model, probe)
     except BaseException:
-        model.set_attn_implementation(before)
+        undo()
         raise
     finally:
         _PROBE.sites, _PROBE.names = None, {}
     if not found:
-        model.set_attn_implementation(before)
+        undo()
     return found

@@ -73,6 +73,12 @@ class Scores(QueriesKeys):
         bias = self.mask.attn_bias
         return replace(self, scale=2 * self.scale, mask=self.mask.with_bias(None if bias is None else 2 * bias))
 
+    def rising(self) -> Scores:
+        """The same scores with a positive scale: torch's causal kernels mask before they scale, and -inf * 0 is NaN."""
+        if self.scale > 0:
+            return self
+        return replace(self, q=-self.q, scale=-self.scale) if self.scale else replace(self, q=0 * self.q, scale=1.0)
+
     def empty_rows(self) -> Tensor | None:
         """Boolean (*batch, m), True where a query attends to no key; None if that cannot happen."""
         return self.mask.empty_rows(self.q.device)
@@ -85,7 +91,7 @@ def attend(scores: Scores, v: Tensor) -> Tensor:
     """
     if v.shape[-1] <= limits.MAX_COLUMNS and _tiles_usable(scores, v):
         return _attend_by_tiles(scores, v)
-    return _attend(scores, scores.mask.hide(v))
+    return _attend(scores.rising(), scores.mask.hide(v))
 
 
 def _tiles_usable(scores: Scores, v: Tensor) -> bool:
@@ -163,7 +169,7 @@ def attend_with_lse(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if needs_gradient or v.device.type != "cpu" or v.dtype not in (torch.float32, torch.float64):
         return attend_with_lse_in_chunks(scores, v)
-    return _attend_with_lse_fused(scores, v)
+    return _attend_with_lse_fused(scores.rising(), v)
 
 
 def attend_with_lse_in_chunks(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,8 +39,8 @@ def attention_sites(model: nn.Module) -> dict[str, nn.Module]:
     pretrained = {id(part) for each in model.modules() if is_pretrained(each) for part in each.modules()}
     sites = {}
     for name, module in model.named_modules():
-        known = transformers_models.calls_interface(module) if id(module) in pretrained else _calls_sdpa(type(module))
-        if known or is_multihead(module):
+        known = id(module) in pretrained and transformers_models.calls_interface(module)
+        if known or _calls_sdpa(type(module)) or is_multihead(module):
             sites[name] = module
     inner = {
         name: x

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from headwise.distributed import sequence_parallel
 from headwise.errors import InputError, UnsupportedError
+from headwise.models.pretrained import attention_functions
 from headwise.models.pretrained.derived_models import is_pretrained
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.base import AttentionOperator
@@ -44,23 +45,24 @@ def sequence_parallel_model(
     all ranks.  `zigzag` is that of `sequence_parallel`; then pass an attention_mask too, for without one transformers
     takes a jump in position_ids for the beginning of another sequence.  Caches are not supported.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     if not is_pretrained(model):
         raise InputError(
             f"sequence_parallel_model: needs a model of transformers, but got {type(model).__name__}; for layers of "
             "headwise.nn use build=sequence_parallel(...)"
         )
+    if not attention_functions.supports_sdpa(model):
+        raise UnsupportedError(
+            f"sequence_parallel_model: {type(model).__name__} has only eager attention, which is causal where its mask "
+            "(b, 1, m, n) says so; no rank has such a mask"
+        )
     parallel = partial(sequence_parallel, group=group, zigzag=zigzag)
     parallel(softmax)  # complains about the group before anything is changed
-    AttentionInterface.register(NAME, partial(_attention, parallel))
-    AttentionMaskInterface.register(NAME, _mask)
-    before = model.config._attn_implementation  # type: ignore[union-attr]
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    attention_functions.register(NAME, partial(_attention, parallel), _mask)
+    undo = attention_functions.use(model, NAME)
     try:
         yield model
     finally:
-        model.set_attn_implementation(before)  # type: ignore[operator]
+        undo()
 
 
 def _attention(

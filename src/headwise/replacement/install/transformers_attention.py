@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import UnsupportedError
+from headwise.models.pretrained import attention_functions
 from headwise.operators.masks import Mask
 from headwise.replacement.install.mixed_heads import is_padding_or_causal
 from headwise.replacement.install.operator_heads import OperatorHeads
@@ -36,10 +37,7 @@ CHANGES = {
 
 def register() -> None:
     """Register `attention` and `mask` with transformers; may be called repeatedly."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    attention_functions.register(NAME, attention, mask)
 
 
 def attention(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from headwise.errors import UnsupportedError
+from headwise.models.pretrained import attention_functions
 from headwise.models.pretrained.derived_models import (
     PREFIX,
     Change,
@@ -50,10 +51,8 @@ def use_interface(model: Any) -> Callable[[], None]:
     """Make `model` compute attention by the interface, in place; returns the function that undoes it."""
     if not model._can_set_attn_implementation():
         raise _by_hand(model)
-    before = model.config._attn_implementation
     interface.register()
-    model.set_attn_implementation(interface.NAME)
-    return lambda: model.set_attn_implementation(before)
+    return attention_functions.use(model, interface.NAME)
 
 
 def planned_part(model: Any, plan: Plan) -> tuple[nn.Module, str]:
@@ -96,7 +95,7 @@ def install(model: Any, plan: Plan) -> nn.Module:
         "sites": sites,
     }
     derive(model, REWRITTEN)
-    model.set_attn_implementation(interface.NAME)
+    attention_functions.use(model, interface.NAME)
     return model
 
 
