@@ -228,8 +228,9 @@ class MixedHeads(nn.Module):
             group.choice.check_inputs(inputs)
             definition = group.choice.definition
             assert definition.pattern is not None
+            pattern = definition.pattern(inputs, group.choice.options)
             for head in group.heads:
-                patterns[head] = definition.pattern(inputs, group.choice.options)
+                patterns[head] = pattern
         learned = [group for group in groups if group.tensors]
         features = self._features(inputs, learned) if learned else None
         if any(group.choice.kind != "softmax" for group in groups):
