@@ -303,6 +303,7 @@ def join_processes() -> tuple[int, int]:
     _from_launcher("RANK", 0, processes - 1)
     _from_launcher("MASTER_PORT", 0, 65535)
     import torch
+    import torch._dynamo  # before the process group, whose threads it would keep beyond its end
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -218,7 +218,7 @@ class ShardedOperator(AttentionOperator):
                 break
         signature = (said, call.queries, call.keys)
         if signature not in self.builder.agreed:
-            _agree(f"an error: {problem}" if problem else _described(operator), call.ranks)
+            _agree(f"an error: {problem}" if problem else _described(operator), call.ranks.introduced())
             if problem is None:
                 self.builder.agreed[signature] = self._is_faithful(operator, q, k)
         if problem is not None:
