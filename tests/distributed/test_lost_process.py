@@ -95,13 +95,11 @@ def test_the_others_end_with_a_sentence_and_the_run_resumes(
     written = [process.communicate(timeout=LIMIT)[1] for process in started]
     codes = {rank: process.returncode for rank, process in enumerate(started) if rank != victim}
     assert set(codes.values()) <= {0, 2}, (codes, written)
-    assert "Traceback" not in "".join(written)
+    assert all(text.count("\n") <= 1 for text in written), written  # no traceback, not of C++ either
     if started[victim].returncode == 0:
         assert set(codes.values()) == {0}, (codes, written)
     if any(codes.values()):  # otherwise they no longer needed it
-        named = f"rank {victim} (process {started[victim].pid}) has ended"  # once they have met
-        assert any(named in text or "another rank has ended" in text for text in written), written
-        assert all(text.count("\n") <= 1 for text in written), written
+        assert any(f"rank {victim} (process {started[victim].pid}) has ended" in text for text in written), written
     again = start([*COMMANDS[name], "-o", str(out), "--quiet", "--resume" if out.exists() else "--force"], size)
     ended = [(process.communicate(timeout=240)[1], process.returncode) for process in again]
     assert [code for _, code in ended] == [0] * size, ended

@@ -106,9 +106,10 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            time.sleep(LAST_WORDS if self.processes else 0)  # until the system has noticed the end of a process
-            lost = self.ended()
+            reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+            lost, until = "", time.monotonic() + LAST_WORDS
+            while self.processes and not (lost := self.ended()) and time.monotonic() < until:
+                time.sleep(0.05)
             cause = f"{lost} has ended" if lost else "most likely because another rank has ended or hangs"
             raise LostRankError(
                 f"rank {self.rank} of {self.size}: {name} failed: {cause} {AGAIN}; torch says: {reason}"
@@ -120,8 +121,8 @@ AGAIN = "(see the output of the other ranks); start all ranks again"
 INTRODUCED: weakref.WeakKeyDictionary[Any, Sequence[tuple[str, int]]] = weakref.WeakKeyDictionary()
 """(host, process) of every rank of a group."""
 
-LAST_WORDS = 0.2
-"""Seconds after which a process that has closed its connections has ended."""
+LAST_WORDS = 2.0
+"""Seconds after which a process that has closed its connections has ended, also on a busy machine."""
 
 
 def _host() -> str:
