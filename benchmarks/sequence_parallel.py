@@ -90,7 +90,7 @@ def model_case(heads: Sequence[Choice]) -> ShardedCase:
     def work(n: int) -> float:
         return LAYERS * (16 * n * (HEADS * WIDTH) ** 2 + sum(op.cost(WIDTH).multiply_adds for _, op in operators(n)))
 
-    return ShardedCase(LENGTH, prepare, received, work, lambda ranks: LAYERS * len(set(heads)) * (ranks - 1))
+    return ShardedCase(LENGTH, prepare, received, work)
 
 
 def cheapest(operator: Any, heads: int, ranks: int) -> float:
