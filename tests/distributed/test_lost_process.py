@@ -100,9 +100,10 @@ def test_the_others_end_with_a_sentence_and_the_run_resumes(
         assert set(codes.values()) == {0}, (codes, written)
     if any(codes.values()):  # otherwise they no longer needed it
         assert any(f"rank {victim} (process {started[victim].pid}) has ended" in text for text in written), written
-    again = start([*COMMANDS[name], "-o", str(out), "--quiet", "--resume" if out.exists() else "--force"], size)
-    ended = [(process.communicate(timeout=240)[1], process.returncode) for process in again]
-    assert [code for _, code in ended] == [0] * size, ended
+    if not list(out.glob("*.json")):  # otherwise it had written all
+        again = start([*COMMANDS[name], "-o", str(out), "--quiet", "--resume" if out.exists() else "--force"], size)
+        ended = [(process.communicate(timeout=240)[1], process.returncode) for process in again]
+        assert [code for _, code in ended] == [0] * size, ended
     assert result(out) == expected
 
 
