@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from headwise.examination.measure.observe import sequence
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
-from headwise.models.run import Batch, first_sequence, run_model
+from headwise.models.run import Batch, first_sequence, run_model, without_cache
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.softmax import Softmax
 from headwise.shapes import filled
@@ -68,7 +68,7 @@ def make_excerpt(
         means.append(cell_means(scores, SINGLE if max(m, n) <= SINGLE else CELLS, links))
 
     with torch.no_grad(), intercept(model, see):
-        run_model(model, text)
+        run_model(model, without_cache(model, text))
     if not sites:
         raise nothing_seen(model)
     names, decoder_names = _names(text, token_names)
