@@ -45,7 +45,7 @@ def test_projections() -> None:
     for size in (2, 4):
         runs[size] = {
             name: {
-                "n": 1024,
+                "received": case.received(1024, size),
                 "calls": {"all_to_all": 3 * (size - 1)},  # as of a ring
                 "bytes": {"all_to_all": 3 * case.received(1024, size)},
             }

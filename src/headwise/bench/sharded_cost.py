@@ -148,7 +148,7 @@ def projected_times(
                 seconds = travelling = float("nan")
                 if size <= n and (case.most_ranks is None or size <= case.most_ranks):
                     calls = {x: b + (b - two["calls"][x]) * (size - 4) / 2 for x, b in four["calls"].items()}
-                    growth = case.received(n, size) / max(1.0, case.received(four["n"], 4))
+                    growth = case.received(n, size) / max(1.0, four["received"])
                     received = {x: growth * b for x, b in four["bytes"].items()}
                     link = Link.stated(bandwidth, latency, runs[1]["link"]["copy"], size)
                     travelling = link.seconds(calls, received)

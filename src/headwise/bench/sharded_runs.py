@@ -116,8 +116,8 @@ def _measure(case: ShardedCase, n: int, rank: int, size: int, repeats: int) -> d
 
 KINDS = tuple(COLLECTIVES.values())
 
-CALLS = 100
-"""Calls whose mean is a latency: now and then one takes twenty times as long as the others."""
+CALLS, LARGE_CALLS = 100, 10
+"""Calls whose mean is taken, of small and large tensors: now and then one takes twenty times as long as the others."""
 
 
 def _link() -> dict[str, Any]:
@@ -135,13 +135,13 @@ def _link() -> dict[str, Any]:
     }
     others = torch.ones(1 << 21)
 
-    def busy(call: Callable[[], object]) -> float:
+    def busy(call: Callable[[], object], calls: int = CALLS) -> float:
         dist.barrier()
         start = time.process_time()
-        for _ in range(CALLS):
+        for _ in range(calls):
             others.mul_(1)
             call()
-        found = torch.tensor((time.process_time() - start) / CALLS).double()
+        found = torch.tensor((time.process_time() - start) / calls).double()
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found.item()
 
@@ -153,7 +153,9 @@ def _link() -> dict[str, Any]:
         with CountedTraffic() as count:
             call(large)
         taken = found["latency"][kind] = max(0.0, busy(partial(call, small)) - nothing)
-        found["bandwidth"][kind] = max(1, count.bytes()) / max(1e-9, busy(partial(call, large)) - nothing - taken)
+        found["bandwidth"][kind] = max(1, count.bytes()) / max(
+            1e-9, busy(partial(call, large), LARGE_CALLS) - nothing - taken
+        )
     return found
 
 
