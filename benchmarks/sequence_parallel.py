@@ -5,7 +5,7 @@
 Measured: forward and backward of attention with 4 heads of width 64, and of Llama models of transformers (4 layers of
 256), plain, with windows in place of all heads, and with four kinds of heads; float32, one thread a process, gloo.
     seconds   median of the wall-clock times, the slowest rank of each; ratio to one process
-    busy      median of the processor times, the busiest rank of each: what falls with more cores than this machine has
+    busy      mean of the processor times, the busiest rank: what falls with more cores than this machine has
     MB        peak resident memory of a rank above what it held before the step, its slices
     kB        received by a rank in one forward pass, counted at the collectives; `formula` is what `traffic` says
 
@@ -90,7 +90,7 @@ def model_case(heads: Sequence[Choice]) -> ShardedCase:
     def work(n: int) -> float:
         return LAYERS * (16 * n * (HEADS * WIDTH) ** 2 + sum(op.cost(WIDTH).multiply_adds for _, op in operators(n)))
 
-    return ShardedCase(LENGTH, prepare, received, work, lambda ranks: LAYERS * len(set(heads)) * (ranks - 1))
+    return ShardedCase(LENGTH, prepare, received, work)
 
 
 def cheapest(operator: Any, heads: int, ranks: int) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from headwise.bench import sharded_runs
 from headwise.bench.sharded_cases import HEADS, WIDTH, sharded_cases
-from headwise.bench.sharded_cost import ComputeCost, Link, communication, compared, fitted_costs, projected_times
+from headwise.bench.sharded_cost import ComputeCost, Link, compared, fitted_costs, projected_times
 from headwise.bench.sharded_runs import run_sharded
 from headwise.cli.main import main
 
@@ -27,26 +27,36 @@ def test_a_cost_is_fitted_to_times() -> None:
 
 
 def test_seconds_are_compute_and_messages() -> None:
-    case, link = sharded_cases()["window 129"], Link(1e9, 1e-3)
-    cost = ComputeCost(0.5, 1e-9)
-    halo = 4 * HEADS * 2 * WIDTH * 128  # bytes, causal: from one side
-    travelling = 3 * halo / 1e9 + 3 * case.messages(4) * 1e-3
-    assert communication(case, 8192, 4, link) == pytest.approx(travelling)
-    assert communication(case, 8192, 1, link) == 0
-    alone = 0.5 + 1e-9 * case.work(8192) / 4
-    assert cost.seconds(case, 8192, 4, link) == pytest.approx(alone + travelling)
-    assert cost.seconds(case, 8192, 4, link, cores=2) == pytest.approx(2 * alone + travelling)
-    assert cost.seconds(case, 8192, 4, link, cores=8) == pytest.approx(alone + travelling)
+    case = sharded_cases()["window 129"]
+    assert ComputeCost(0.5, 1e-9).seconds(case, 8192, 4) == pytest.approx(0.5 + 1e-9 * case.work(8192) / 4)
+    link = Link({"all_to_all": 1e-3, "all_reduce": 1e-2}, {"all_to_all": 1e9, "all_reduce": 1e8}, copy=1e7)
+    seconds = link.seconds({"all_to_all": 3, "all_reduce": 1}, {"all_to_all": 1e6, "all_reduce": 2e6})
+    assert seconds == pytest.approx(3e-3 + 1e-2 + 1e-3 + 2e-2 + 3e6 / 1e7)
+    cluster = Link.stated(25e9, 1e-5, 1e10, 1024)
+    assert cluster.latency == pytest.approx({"all_to_all": 1e-5, "all_gather": 1e-4, "all_reduce": 2e-4})
+    assert set(cluster.bandwidth.values()) == {25e9}
 
 
 def test_projections() -> None:
     cases = {name: sharded_cases()[name] for name in ("softmax, heads", "softmax, ring", "projected 128")}
     costs = dict.fromkeys(cases, ComputeCost(0.0, 1e-9))
-    found = {(x.name, x.ranks): x for x in projected_times(cases, costs, [10_000_000], [2, 1024], Link())}
+    link = {"copy": 1e10}
+    runs: dict[int, Any] = {1: {"link": link}}
+    for size in (2, 4):
+        runs[size] = {
+            name: {
+                "received": case.received(1024, size),
+                "calls": {"all_to_all": 3 * (size - 1)},  # as of a ring
+                "bytes": {"all_to_all": 3 * case.received(1024, size)},
+            }
+            for name, case in cases.items()
+        }
+    rows = projected_times(cases, costs, runs, [10_000_000], [2, 1024], 25e9, 20e-6)
+    found = {(x.name, x.ranks): x for x in rows}
     assert math.isnan(found["softmax, heads", 1024].seconds)  # there are four heads
     ring = found["softmax, ring", 1024]
     received = 4 * HEADS * 2 * WIDTH * 10_000_000 * 1023 / 1024
-    assert ring.communication == pytest.approx(3 * received / 25e9 + 3 * 1023 * 20e-6)
+    assert ring.communication == pytest.approx(3 * received * (1 / 25e9 + 1 / 1e10) + 3 * 1023 * 20e-6)
     assert ring.seconds > ring.communication
     assert found["softmax, ring", 2].seconds > 400 * (ring.seconds - ring.communication)
 
@@ -59,26 +69,47 @@ def test_two_processes_receive_what_the_formulas_say() -> None:
         assert found[name]["n"] == 512
         assert found[name]["received"] == cases[name].received(512, 2)
         assert found[name]["busy"] > 0
+    for kind in ("all_to_all", "all_gather", "all_reduce"):
+        assert 1e-6 < found["link"]["latency"][kind] < 1
+        assert found["link"]["bandwidth"][kind] > 1e6
+    # keys and values of a halo come as one, and what every rank is about to do; backward their gradients go back
+    assert found["window 129"]["calls"] == {"all_to_all": 2, "all_gather": 1, "all_reduce": 0}
+    assert found["window 129"]["bytes"]["all_to_all"] == cases["window 129"].received(512, 2)
+    # forward the state and its sums, backward the gradient of the state
+    assert found["efficient"]["calls"] == {"all_to_all": 0, "all_gather": 1, "all_reduce": 3}
+    assert found["efficient"]["bytes"]["all_reduce"] > 1.9 * cases["efficient"].received(512, 2)
+
+
+def test_one_process_computes_as_several_do() -> None:
+    """Its slices are the whole: what it takes can be compared with theirs."""
+    found = run_sharded(sharded_cases, 1, repeats=1, shrink=16, names=["window 129", "near_far 64"])
+    assert found["window 129"]["calls"] == {"all_to_all": 2, "all_gather": 1, "all_reduce": 0}
+    assert [n for n, _ in found["near_far 64"]["alone"]] == [512, 256, 128]
 
 
 def canned(make: Any, size: int, *, names: list[str] | None = None, **settings: Any) -> dict[str, Any]:
     """A machine that computes 1e9 multiply-adds a second and sends nothing."""
-    found: dict[str, Any] = {"link": {"latency": 0.0, "bandwidth": 1e30}}
+    kinds = ("all_to_all", "all_gather", "all_reduce")
+    link = {"latency": dict.fromkeys(kinds, 0.0), "bandwidth": dict.fromkeys(kinds, 1e30), "copy": 1e30}
+    found: dict[str, Any] = {"link": link}
     for name, case in make().items():
         if names is None or name in names:
             seconds = case.work(case.n) / 1e9 / size
             found[name] = {"n": case.n, "seconds": seconds, "spread": 0.0, "busy": seconds, "received": 0.0}
+            found[name] |= {"calls": dict.fromkeys(kinds, 3), "bytes": dict.fromkeys(kinds, 0.0)}
             found[name]["alone"] = [[n, case.work(n) / 1e9] for n in (case.n, case.n // 2)]
     return found
 
 
-def test_what_is_predicted_is_compared_with_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwise.bench.sharded_cost.cores", lambda: 2)
+def test_what_is_predicted_is_compared_with_what_is_measured() -> None:
     runs = {size: canned(sharded_cases, size) for size in (1, 2, 4)}
     rows = compared(sharded_cases(), fitted_costs(sharded_cases(), runs[1]), runs)
     assert len(rows) == 3 * len(sharded_cases())
-    for row in rows:  # with four processes on two cores it would take twice as long as it says
-        assert row.ratio == pytest.approx(2 if row.ranks == 4 else 1, rel=0.01)
+    for row in rows:
+        assert row.ratio == pytest.approx(1, rel=0.01)
+    runs[2]["link"]["latency"]["all_gather"] = 1.0
+    rows = compared(sharded_cases(), fitted_costs(sharded_cases(), runs[1]), runs)
+    assert all(row.predicted > 3 if row.ranks == 2 else row.ratio == pytest.approx(1, rel=0.01) for row in rows)
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -364,7 +364,7 @@ def counted(subject: str, n: int, causal: bool, d: int, heads: int, seed: int = 
         "counted": count.bytes(torch.float32),
         "all": count.bytes(),
         "sockets": after - before,
-        "calls": count.calls,
+        "calls": count.calls.total(),
         "dtypes": {dtype for _, dtype in count.received},
         "formula": 4 * heads * min(formula(whole, d, size).received(size) for formula in formulas),
     }

@@ -28,14 +28,12 @@ class ShardedCase:
     prepare     (slices, rank) -> a forward pass on the slice of a rank, and the tensors that get gradients
     received    (n, ranks) -> bytes that a rank receives in a forward pass
     work        n -> multiply-adds of a forward pass
-    messages    ranks -> messages one after another in a forward pass
     """
 
     n: int
     prepare: Callable[[Slices, int], tuple[Callable[[], Tensor], Sequence[Tensor]]]
     received: Callable[[int, int], float]
     work: Callable[[int], float]
-    messages: Callable[[int], int]
     zigzag: bool = False
     most_ranks: int | None = None  # None: any number
 
@@ -71,11 +69,8 @@ def attention_case(
         cost = whole(n).cost(WIDTH).multiply_adds
         return cost / 2 if build is softmax and causal else cost  # pairs that hide one another are skipped
 
-    def messages(ranks: int) -> int:
-        return ranks - 1 if exchange == "ring" else 3 * math.ceil(math.log2(ranks)) if ranks > 1 else 0
-
     most = HEADS if exchange == "heads" else None
-    return ShardedCase(n, prepare, received, work, messages, zigzag, most)
+    return ShardedCase(n, prepare, received, work, zigzag, most)
 
 
 def _near_far(q: Tensor, k: Tensor, **masks: Any) -> AttentionOperator:

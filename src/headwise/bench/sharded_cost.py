@@ -1,14 +1,18 @@
 """What attention over one sequence takes on P ranks: a model from measured compute, and its check on this machine.
 
-    seconds(P, N) = fixed + rate W(N) / P + 3 bytes(P, N) / bandwidth + 3 messages(P) latency
+    seconds(P, N) = fixed + rate W(N) / P + sum over collectives (calls latency + bytes / bandwidth) + bytes / copy
 
 W are the multiply-adds of a forward pass; fixed and rate are fitted to forward and backward of one process at the
-lengths of slices.  Bytes are those of the formulas of `traffic`; backward sends them again, a ring twice.  Nothing is
-computed while a message travels.  A rank is a core like one of this machine, `cores` of them in a machine.
+lengths of slices, less its collectives.  Calls and bytes of a step are counted, on 2 and 4 processes; calls grow
+linearly with P, bytes as the formulas of `traffic`.  Nothing is computed while a message travels.
+
+Measured seconds are processor time, which does not depend on how many ranks share a core.  A collective of a cluster
+takes its stated latency once (all_to_all), log2 P (all_gather) or 2 log2 P times (all_reduce).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,17 +20,29 @@ from typing import Any, final
 
 from headwise.bench.sharded_cases import ShardedCase
 
-BANDWIDTH, LATENCY = 25e9, 20e-6
-"""Of a stated cluster: bytes a second into one rank (a link of 200 Gbit/s), and seconds for one message."""
-
 
 @final
 @dataclass(frozen=True)
 class Link:
-    """bandwidth: bytes a second into one rank; latency: seconds for one message."""
+    """By kind of collective, seconds of one and bytes a second into one rank; bytes a second of packing rows."""
 
-    bandwidth: float = BANDWIDTH
-    latency: float = LATENCY
+    latency: Mapping[str, float]
+    bandwidth: Mapping[str, float]
+    copy: float
+
+    @classmethod
+    def stated(cls, bandwidth: float, latency: float, copy: float, ranks: int) -> Link:
+        """Of a cluster: bytes a second into one rank, and seconds for one message."""
+        doubling = math.ceil(math.log2(ranks))
+        messages = {"all_to_all": 1, "all_gather": doubling, "all_reduce": 2 * doubling}
+        return cls(
+            {kind: count * latency for kind, count in messages.items()}, dict.fromkeys(messages, bandwidth), copy
+        )
+
+    def seconds(self, calls: Mapping[str, float], received: Mapping[str, float]) -> float:
+        """Of so many calls, by which a rank receives so many bytes."""
+        travelling = sum(count * self.latency[kind] for kind, count in calls.items())
+        return travelling + sum(x / self.bandwidth[kind] + x / self.copy for kind, x in received.items())
 
 
 @final
@@ -52,29 +68,20 @@ class ComputeCost:
                 return cls(sum(x) / xx, 0.0)
         return cls(0.0, sum(y) / yy)
 
-    def seconds(self, case: ShardedCase, n: int, ranks: int, link: Link, cores: int | None = None) -> float:
-        """Of a step; with fewer `cores` than ranks these take turns."""
-        turns = 1.0 if cores is None else max(1.0, ranks / cores)
-        return turns * (self.fixed + self.rate * case.work(n) / ranks) + communication(case, n, ranks, link)
-
-
-def communication(case: ShardedCase, n: int, ranks: int, link: Link) -> float:
-    """Seconds of a step in which messages travel."""
-    if ranks == 1:
-        return 0.0
-    return 3 * case.received(n, ranks) / link.bandwidth + 3 * case.messages(ranks) * link.latency
+    def seconds(self, case: ShardedCase, n: int, ranks: int) -> float:
+        """Of a step, but for its collectives."""
+        return self.fixed + self.rate * case.work(n) / ranks
 
 
 @final
 @dataclass(frozen=True)
 class ShardedTime:
-    """One case on one number of processes of this machine: measured, and what the model says."""
+    """One case on one number of processes of this machine: processor time of the busiest, and what the model says."""
 
     name: str
     n: int
     ranks: int
     seconds: float
-    spread: float
     predicted: float
 
     @property
@@ -101,47 +108,51 @@ def cores() -> int:
 
 def fitted_costs(cases: Mapping[str, ShardedCase], alone: Mapping[str, Any]) -> dict[str, ComputeCost]:
     """From what `run_sharded` says of one process."""
-    return {
-        name: ComputeCost.fitted([cases[name].work(n) for n, _ in x["alone"]], [t for _, t in x["alone"]])
-        for name, x in alone.items()
-        if name != "link"
-    }
+    link, found = Link(**alone["link"]), {}
+    for name in (name for name in alone if name != "link"):
+        lengths, seconds = zip(*alone[name]["alone"], strict=True)
+        own = [t - min(t / 2, link.seconds(alone[name]["calls"], {})) for t in seconds]
+        found[name] = ComputeCost.fitted([cases[name].work(n) for n in lengths], own)
+    return found
 
 
 def compared(
     cases: Mapping[str, ShardedCase], costs: Mapping[str, ComputeCost], runs: Mapping[int, Mapping[str, Any]]
 ) -> list[ShardedTime]:
     """Measured beside predicted, by case and number of processes; only runs of several are predictions."""
-    return [
-        ShardedTime(
-            name,
-            found[name]["n"],
-            ranks,
-            found[name]["seconds"],
-            found[name]["spread"],
-            cost.seconds(cases[name], found[name]["n"], ranks, Link(**found["link"]), cores()),
-        )
-        for name, cost in costs.items()
-        for ranks, found in runs.items()
-    ]
+    rows = []
+    for name, cost in costs.items():
+        for ranks, found in runs.items():
+            x = found[name]
+            collectives = Link(**found["link"]).seconds(x["calls"], x["bytes"])
+            predicted = cost.seconds(cases[name], x["n"], ranks) + collectives
+            rows.append(ShardedTime(name, x["n"], ranks, x["busy"], predicted))
+    return rows
 
 
 def projected_times(
     cases: Mapping[str, ShardedCase],
     costs: Mapping[str, ComputeCost],
+    runs: Mapping[int, Mapping[str, Any]],
     lengths: Sequence[int],
     ranks: Sequence[int],
-    link: Link,
+    bandwidth: float,
+    latency: float,
 ) -> list[ProjectedTime]:
-    """Every case at every length on every number of ranks."""
+    """Every case at every length on every number of ranks, with the calls and bytes of 2 and 4 processes."""
     found = []
     for name, cost in costs.items():
-        case = cases[name]
+        case, two, four = cases[name], runs[2][name], runs[4][name]
         for n in lengths:
             for size in ranks:
-                fits = size <= n and (case.most_ranks is None or size <= case.most_ranks)
-                seconds = cost.seconds(case, n, size, link) if fits else float("nan")
-                travelling = communication(case, n, size, link) if fits else float("nan")
+                seconds = travelling = float("nan")
+                if size <= n and (case.most_ranks is None or size <= case.most_ranks):
+                    calls = {x: b + (b - two["calls"][x]) * (size - 4) / 2 for x, b in four["calls"].items()}
+                    growth = case.received(n, size) / max(1.0, four["received"])
+                    received = {x: growth * b for x, b in four["bytes"].items()}
+                    link = Link.stated(bandwidth, latency, runs[1]["link"]["copy"], size)
+                    travelling = link.seconds(calls, received)
+                    seconds = cost.seconds(case, n, size) + travelling
                 found.append(ProjectedTime(name, n, size, seconds, travelling))
     return found
 

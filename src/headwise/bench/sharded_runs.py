@@ -1,9 +1,10 @@
 """Steps on 1, 2 and 4 processes of this machine: seconds, memory, and the bytes that every rank receives.
 
-seconds   median of the wall-clock times of forward and backward, the slowest rank of each
-busy      median of the processor times, the busiest rank of each: what falls with more cores than a machine has
+seconds   median of the wall-clock times of forward and backward, of the slowest rank
+busy      mean of the processor times, of the busiest rank: what falls with more cores than a machine has
 memory    peak resident memory of a rank above what it held before the step, its slices
 received  bytes by a rank in one forward pass, counted at the collectives
+calls     of each collective in forward and backward, and `bytes` that a rank receives by them
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ import torch._dynamo  # before the process group, whose threads it would keep be
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from headwise.bench.sharded_cases import ShardedCase
+from headwise.bench.sharded_cases import HEADS, WIDTH, ShardedCase
 from headwise.distributed import CountedTraffic
+from headwise.distributed.collectives import Ranks, exchange, gathered, summed
+from headwise.distributed.traffic import COLLECTIVES
 
 MakeCases = Callable[[], Mapping[str, ShardedCase]]
 """A function of a module, which other processes can import."""
@@ -94,34 +98,65 @@ def _measure(case: ShardedCase, n: int, rank: int, size: int, repeats: int) -> d
         dist.barrier()
         start, used = time.perf_counter(), time.process_time()
         step()
-        slowest = torch.tensor([time.perf_counter() - start, time.process_time() - used]).double()
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        times.append(slowest.tolist())
+        times.append((time.perf_counter() - start, time.process_time() - used))
     seconds, busy = zip(*times, strict=True)
     with CountedTraffic() as count, torch.no_grad():
         forward()
-    most = torch.tensor([memory, count.bytes(torch.float32)]).double()
+    with CountedTraffic() as both:
+        step()
+    sent = [sum(size for (name, _), size in both.received.items() if name == kind) for kind in KINDS]
+    own = [statistics.median(seconds), max(seconds) - min(seconds), statistics.fmean(busy), memory]
+    most = torch.tensor([*own, count.bytes(torch.float32), *sent]).double()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    found = {"n": n, "seconds": statistics.median(seconds), "spread": max(seconds) - min(seconds)}
-    return {**found, "busy": statistics.median(busy), "memory": most[0].item(), "received": most[1].item()}
+    names = ("seconds", "spread", "busy", "memory", "received")
+    found = dict(zip((*names, *KINDS), most.tolist(), strict=True))
+    bytes_ = {kind: found.pop(kind) for kind in KINDS}
+    return {"n": n, **found, "calls": {kind: both.calls[kind] for kind in KINDS}, "bytes": bytes_}
 
 
-def _link() -> dict[str, float]:
-    """Seconds for the smallest message, and bytes a second into one rank, while all ranks send."""
-    size = dist.get_world_size()
+KINDS = tuple(COLLECTIVES.values())
 
-    def timed(x: torch.Tensor, count: int) -> float:
-        out = torch.empty_like(x)
-        times = []
-        for _ in range(count):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_to_all_single(out, x)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+CALLS, LARGE_CALLS = 100, 10
+"""Calls whose mean is taken, of small and large tensors: now and then one takes twenty times as long as the others."""
 
-    small, large = timed(torch.zeros(size), 50), timed(torch.zeros(size << 18), 9)
-    return {"latency": small, "bandwidth": max(1, (size - 1) << 20) / max(large - small, 1e-9)}
+
+def _link() -> dict[str, Any]:
+    """Processor time of the busiest rank, by kind of collective: `latency`, seconds of one of 16 kB for each rank, and
+    `bandwidth`, bytes received a second by one of 4 MB for each; `copy`, bytes a second of packing rows.
+
+    As between the computations of a step: each follows a pass through memory that the caches do not hold.
+    """
+    ranks = Ranks.of(None)
+    ones = [1] * ranks.size
+    collectives: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "all_to_all": lambda x: exchange(x, ones, ones, ranks),
+        "all_gather": lambda x: gathered(x[0], ranks),
+        "all_reduce": lambda x: summed(x[0], ranks),
+    }
+    others = torch.ones(1 << 21)
+
+    def busy(call: Callable[[], object], calls: int = CALLS) -> float:
+        dist.barrier()
+        start = time.process_time()
+        for _ in range(calls):
+            others.mul_(1)
+            call()
+        found = torch.tensor((time.process_time() - start) / calls).double()
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
+
+    nothing, rows = busy(lambda: None), torch.zeros(HEADS, 1 << 12, WIDTH)
+    small, large = (torch.zeros(ranks.size, 1 << scalars) for scalars in (12, 20))
+    found: dict[str, Any] = {"latency": {}, "bandwidth": {}}
+    found["copy"] = 4 * rows.numel() / max(1e-9, busy(lambda: rows.transpose(0, 1).contiguous()) - nothing)
+    for kind, call in collectives.items():
+        with CountedTraffic() as count:
+            call(large)
+        taken = found["latency"][kind] = max(0.0, busy(partial(call, small)) - nothing)
+        found["bandwidth"][kind] = max(1, count.bytes()) / max(
+            1e-9, busy(partial(call, large), LARGE_CALLS) - nothing - taken
+        )
+    return found
 
 
 def peak() -> int:

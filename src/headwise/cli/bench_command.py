@@ -386,38 +386,37 @@ def _timing(x: Timing) -> str:
 
 def _ranks(options: argparse.Namespace) -> int:
     from headwise.bench.sharded_cases import sharded_cases
-    from headwise.bench.sharded_cost import Link, as_rows, compared, cores, fitted_costs, projected_times
+    from headwise.bench.sharded_cost import as_rows, compared, fitted_costs, projected_times
     from headwise.bench.sharded_runs import PARTS, run_sharded
 
     cases, names = sharded_cases(), options.operators
     for name in names or ():
         if name not in cases:
             raise InputError(f"bench: there is no operator {name!r}; there are {'; '.join(cases)}")
-    settings = {"repeats": 2, "shrink": 8} if options.quick else {}
+    settings = {"repeats": 5, "shrink": 8} if options.quick else {"repeats": 10}
     runs: dict[int, dict[str, Any]] = {}
     with bar("measuring", len(PARTS), quiet=is_quiet(options)) as advance:
         for count, size in enumerate(PARTS, start=1):
             runs[size] = run_sharded(sharded_cases, size, names=names, **settings)
             advance(count)
-    costs, link = fitted_costs(cases, runs[1]), Link(options.bandwidth * 1e9, options.latency * 1e-6)
+    costs = fitted_costs(cases, runs[1])
     rows = compared(cases, costs, runs)
-    projected = projected_times(cases, costs, options.tokens, options.ranks, link)
+    stated = {"bandwidth": options.bandwidth * 1e9, "latency": options.latency * 1e-6}
+    projected = projected_times(cases, costs, runs, options.tokens, options.ranks, **stated)
     links = {size: found["link"] for size, found in runs.items() if size > 1}
     if options.json:
-        facts = {"schema": 1, "cores": cores(), "links": links, "rows": as_rows(rows), "stated": asdict(link)}
+        facts = {"schema": 2, "links": links, "rows": as_rows(rows), "stated": stated}
         print(json_text({**facts, "projected": as_rows(projected)}))
         return 0
-    headings = ["operator", "n", "processes", "seconds", "spread", "predicted", "ratio"]
-    cells = [
-        [x.name, f"{x.n}", f"{x.ranks}", f"{x.seconds:.4f}", f"{x.spread:.4f}", f"{x.predicted:.4f}", f"{x.ratio:.2f}"]
-        for x in rows
-    ]
-    print_table(
-        f"Forward and backward on {cores()} cores; fitted to one process", headings, cells, no_wrap=headings[:1]
-    )
+    headings = ["operator", "n", "processes", "seconds", "predicted", "ratio"]
+    cells = [[x.name, f"{x.n}", f"{x.ranks}", f"{x.seconds:.4f}", f"{x.predicted:.4f}", f"{x.ratio:.2f}"] for x in rows]
+    title = f"Processor time of forward and backward, mean of {settings['repeats']}; fitted to one process"
+    print_table(title, headings, cells, no_wrap=headings[:1])
     for size, x in links.items():
-        speed = f"{x['latency'] * 1e6:.0f} us a message, {x['bandwidth'] / 1e9:.2f} GB/s"
-        print(f"between {size} processes here: {speed}")
+        speeds = (
+            f"{kind} {x['latency'][kind] * 1e6:.0f} us, {x['bandwidth'][kind] / 1e9:.2f} GB/s" for kind in x["latency"]
+        )
+        print(f"processor time of collectives of {size} processes here: {'; '.join(speeds)}")
     columns = [(n, size) for n in options.tokens for size in options.ranks]
     table = {(x.name, x.n, x.ranks): x for x in projected}
     cells = [[name, *(_projected(table[name, *column]) for column in columns)] for name in costs]

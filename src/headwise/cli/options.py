@@ -304,6 +304,7 @@ def join_processes() -> tuple[int, int]:
     _from_launcher("RANK", 0, processes - 1)
     _from_launcher("MASTER_PORT", 0, 65535)
     import torch
+    import torch._dynamo  # before the process group, whose threads it would keep beyond its end
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -318,6 +319,9 @@ def join_processes() -> tuple[int, int]:
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise InputError(f"{NOT_JOINED} {processes - 1} processes: {reason[:200]}; {LAUNCH}") from error
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+        from headwise.distributed.collectives import Ranks
+
+        Ranks.of(None).introduced()
     return dist.get_rank(), processes
 
 
@@ -353,16 +357,17 @@ def said_by_another(sentence: str) -> bool:
     )
     with contextlib.suppress(Exception):  # the process that has the store has ended
         store = dist.distributed_c10d._get_default_store()
-        if is_consequence:
-            return store.check(["headwise has failed"])
-        store.add("headwise has failed", 1)
-        return store.add(f"headwise says {sentence}", 1) > 1
+        failed = store.add("headwise has failed", 1)
+        return (failed if is_consequence else store.add(f"headwise says {sentence}", 1)) > 1
     return False
 
 
 def wait_for_processes(processes: int) -> None:
     """Until the first process has taken the lock and removed partial results of an earlier run."""
     if processes > 1:
-        from headwise.distributed.collectives import Ranks
+        import torch
 
-        Ranks.of(None).introduced()
+        from headwise.distributed.collectives import Ranks, largest
+
+        ranks = Ranks.of(None)
+        largest(torch.zeros(1, device=ranks.device), ranks)

@@ -17,7 +17,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -43,7 +43,6 @@ class Ranks:
     rank: int
     size: int
     reference: weakref.ref[dist.ProcessGroup] | None = None  # None: all processes
-    processes: tuple[tuple[str, int], ...] = ()  # (host, process) of every rank, once they are `introduced`
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
@@ -72,16 +71,29 @@ class Ranks:
         backends = dist.get_backend_config(self.group)  # cpu:gloo,cuda:nccl
         return torch.device("cpu") if "cpu:" in backends else torch.device(backends.partition(":")[0])
 
-    def introduced(self) -> Ranks:
-        """The same, knowing the host and process of every rank, so that an error can name one that has ended."""
-        found: list[Any] = [None] * self.size
-        self.call(dist.all_gather_object, found, (socket.gethostname(), os.getpid()))
-        return replace(self, processes=tuple(found))
+    @property
+    def processes(self) -> Sequence[tuple[str, int]]:
+        """(host, process) of every rank, once they are `introduced`."""
+        return INTRODUCED.get(self.group or dist.group.WORLD, ())
 
-    def ended(self) -> list[int]:
-        """Ranks that are known to have ended: processes of this host."""
-        here = socket.gethostname()
-        return [rank for rank, (host, pid) in enumerate(self.processes) if host == here and not _is_running(pid)]
+    def introduced(self) -> Ranks:
+        """The same, once the ranks know one another's processes, so that an error can name one that has ended."""
+        if not self.processes:
+            found: list[Any] = [None] * self.size
+            self.call(dist.all_gather_object, found, (_host(), os.getpid()))
+            INTRODUCED[self.group or dist.group.WORLD] = found
+        return self
+
+    def check(self) -> None:
+        """LostRankError if a process of this host has ended: for long work between collectives."""
+        if lost := self.ended():
+            raise LostRankError(f"rank {self.rank} of {self.size}: {lost} has ended {AGAIN}")
+
+    def ended(self) -> str:
+        """Those processes of this host that have ended, in words."""
+        here = _host()
+        lost = [x for x in enumerate(self.processes) if x[1][0] == here and not _is_running(x[1][1])]
+        return ", ".join(f"rank {rank} (process {pid})" for rank, (_, pid) in lost)
 
     def call(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run one collective (with async_op=True, start it and return its work); a failure becomes one sentence."""
@@ -94,18 +106,30 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            time.sleep(LAST_WORDS if self.processes else 0)  # until the system has noticed the end of a process
-            lost = ", ".join(f"rank {rank} (process {self.processes[rank][1]})" for rank in self.ended())
+            reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+            lost, until = "", time.monotonic() + LAST_WORDS
+            while self.processes and not (lost := self.ended()) and time.monotonic() < until:
+                time.sleep(0.05)
             cause = f"{lost} has ended" if lost else "most likely because another rank has ended or hangs"
             raise LostRankError(
-                f"rank {self.rank} of {self.size}: {name} failed: {cause} (see the output of the other ranks); start "
-                f"all ranks again; torch says: {reason}"
+                f"rank {self.rank} of {self.size}: {name} failed: {cause} {AGAIN}; torch says: {reason}"
             ) from error
 
 
-LAST_WORDS = 0.2
-"""Seconds after which a process that has closed its connections has ended."""
+AGAIN = "(see the output of the other ranks); start all ranks again"
+
+INTRODUCED: weakref.WeakKeyDictionary[Any, Sequence[tuple[str, int]]] = weakref.WeakKeyDictionary()
+"""(host, process) of every rank of a group."""
+
+LAST_WORDS = 2.0
+"""Seconds after which a process that has closed its connections has ended, also on a busy machine."""
+
+
+def _host() -> str:
+    """This machine, as far as it has numbers of processes of its own: containers may share a name."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
 
 
 def _is_running(pid: int) -> bool:

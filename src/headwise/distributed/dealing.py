@@ -31,8 +31,10 @@ def dealt(keys: Iterable[K], compute: Callable[[K], T]) -> dict[K, T]:
     keys, ranks = list(keys), several()
     if ranks is None:
         return {key: compute(key) for key in keys}
-    ranks = ranks.introduced()
-    own = {key: compute(key) for key in keys[ranks.rank :: ranks.size]}
+    ranks, own = ranks.introduced(), {}
+    for key in keys[ranks.rank :: ranks.size]:
+        ranks.check()
+        own[key] = compute(key)
     found: list[Any] = [None] * ranks.size
     ranks.call(dist.all_gather_object, found, own)
     together = {key: value for part in found for key, value in part.items()}
@@ -45,5 +47,5 @@ def from_first(compute: Callable[[], T]) -> T:
     if ranks is None:
         return compute()
     found: list[Any] = [compute() if ranks.rank == 0 else None]
-    ranks.call(dist.broadcast_object_list, found, src=0)
+    ranks.introduced().call(dist.broadcast_object_list, found, src=0)
     return found[0]

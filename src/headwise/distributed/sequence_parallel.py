@@ -218,7 +218,7 @@ class ShardedOperator(AttentionOperator):
                 break
         signature = (said, call.queries, call.keys)
         if signature not in self.builder.agreed:
-            _agree(f"an error: {problem}" if problem else _described(operator), call.ranks)
+            _agree(f"an error: {problem}" if problem else _described(operator), call.ranks.introduced())
             if problem is None:
                 self.builder.agreed[signature] = self._is_faithful(operator, q, k)
         if problem is not None:
@@ -243,7 +243,13 @@ class ShardedOperator(AttentionOperator):
         size, heads = call.ranks.size, torch.broadcast_shapes(self.shape[:-2], v.shape[:-2])[-1:].numel()
         held = list(tensors_in(operator))
         reads = any(x.is_meta and x.dtype.is_floating_point for x in held)
-        if self.builder.exchange == "ring" or heads % size or not reads or not all(x.is_meta for x in held):
+        if (
+            size == 1
+            or self.builder.exchange == "ring"
+            or heads % size
+            or not reads
+            or not all(x.is_meta for x in held)
+        ):
             return False
         own, by_heads = (formula(operator, v.shape[-1], size).received(size) for formula in (traffic, head_traffic))
         return own > by_heads

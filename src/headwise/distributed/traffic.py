@@ -231,8 +231,12 @@ def _key_width(operator: AttentionOperator) -> int | None:
     return None
 
 
+COLLECTIVES = {"c10d::alltoall_base_": "all_to_all", "c10d::allgather_": "all_gather", "c10d::allreduce_": "all_reduce"}
+"""Those that are counted, as torch dispatches them."""
+
+
 class CountedTraffic(TorchDispatchMode):
-    """Bytes that this rank receives from other ranks inside a `with` block, by collective and dtype.
+    """Bytes that this rank receives from other ranks inside a `with` block, by collective and dtype, and its calls.
 
     Calls that say which slices there are (int64) are counted like all others.
     """
@@ -240,7 +244,7 @@ class CountedTraffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.received: Counter[tuple[str, torch.dtype]] = Counter()
-        self.calls = 0
+        self.calls: Counter[str] = Counter()
 
     def bytes(self, *dtypes: torch.dtype) -> int:
         """Of these dtypes, or of all."""
@@ -249,21 +253,22 @@ class CountedTraffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = getattr(func, "_schema", None)
         name = "" if name is None else name.name
-        self.calls += name.startswith("c10d::")
-        if name == "c10d::alltoall_base_":
+        kind = COLLECTIVES.get(name, "")
+        self.calls.update([kind] if kind else [])
+        if kind == "all_to_all":
             out, given, group, receive, _ = args[:5]
             size, rank = _size_and_rank(group)
             rows = list(receive) or [out.shape[0] // size] * size
             width = out.shape[1:].numel() if given.dim() > 1 else 1
-            self.received["all_to_all", out.dtype] += (sum(rows) - rows[rank]) * width * out.element_size()
-        elif name == "c10d::allgather_":
+            self.received[kind, out.dtype] += (sum(rows) - rows[rank]) * width * out.element_size()
+        elif kind == "all_gather":
             (given,) = args[1]
             size, _ = _size_and_rank(args[2])
-            self.received["all_gather", given.dtype] += (size - 1) * given.numel() * given.element_size()
-        elif name == "c10d::allreduce_":
+            self.received[kind, given.dtype] += (size - 1) * given.numel() * given.element_size()
+        elif kind == "all_reduce":
             (given,) = args[0]
             size, _ = _size_and_rank(args[1])
-            self.received["all_reduce", given.dtype] += 2 * given.numel() * given.element_size() * (size - 1) // size
+            self.received[kind, given.dtype] += 2 * given.numel() * given.element_size() * (size - 1) // size
         elif name.startswith("c10d::"):
             raise UnsupportedError(f"CountedTraffic: {name} is not counted; use a profiler")
         return func(*args, **(kwargs or {}))

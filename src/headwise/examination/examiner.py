@@ -136,6 +136,8 @@ def examine(
         report("measuring heads", 0, total)
         for index, batch in enumerate(batches):
             check_batch(batch)
+            if everybody is not None:
+                everybody.check()
             hashes.append(batch_hash(batch))
             if index == 0:
                 first = batch

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from headwise.errors import InputError
 from headwise.models.intercept import AttentionCall, intercept, running_calls
-from headwise.models.run import Batch, as_it_was, run_model
+from headwise.models.run import Batch, as_it_was, run_model, without_cache
 
 FUSED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_native_multi_head_attention")
 SOFTMAX = ("_softmax", "_safe_softmax")
@@ -56,6 +56,7 @@ def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
     """name, class and why for each module that attends, or looks as if, but is not seen on `batch`."""
     names = {id(module): name for name, module in model.named_modules()}
     watch, functions = _Watch(names), _FlexAttention(names)
+    batch = without_cache(model, batch)
     seen: set[str] = set()
 
     def answer(site: str, attention: Callable[..., Tensor], args: tuple, kwargs: dict) -> Tensor:

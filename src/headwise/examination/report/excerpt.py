@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.examination.measure.observe import sequence
 from headwise.models.intercept import AttentionCall, intercept, nothing_seen
-from headwise.models.run import Batch, first_sequence, run_model
+from headwise.models.run import Batch, first_sequence, run_model, without_cache
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.softmax import Softmax
 from headwise.shapes import filled
@@ -67,7 +68,7 @@ def make_excerpt(
         means.append(cell_means(scores, SINGLE if max(m, n) <= SINGLE else CELLS, links))
 
     with torch.no_grad(), intercept(model, see):
-        run_model(model, text)
+        run_model(model, without_cache(model, text))
     if not sites:
         raise nothing_seen(model)
     names, decoder_names = _names(text, token_names)
@@ -145,22 +146,21 @@ class Links:
         """Weights (h, rows, n) of the queries start, start + 1, …"""
         self._seen = max(self._seen, start + block.shape[-2])
         block = block[:, : max(0, self.queries - start)]
-        places = (block > self.threshold).nonzero()
-        weights = block[tuple(places.mT)]
-        places += torch.tensor([self._first, start, 0])
-        self._parts.append((places.int(), weights))
-        self._held += len(weights)
+        for head, rows in enumerate(block, start=self._first):  # places take six times as much memory as weights
+            strong = rows > self.threshold
+            places = F.pad(strong.nonzero().int(), (1, 0), value=head)
+            places[:, 1] += start
+            self._parts.append((places, rows[strong]))
+            self._held += len(places)
         if self._held > self.limit:
             self._keep(self.limit // 2)
 
     def strongest(self) -> Links:
         """These links, as many as fit the limit: a byte for each query, and two for each link or a little more."""
         self.queries = max(1, min(self.queries, self._seen, self.limit // (4 * max(1, self.heads))))
-        places, weights = self._joined()
-        kept = places[:, 1] < self.queries
-        self._parts = [(places[kept], weights[kept])]
+        self._choose(lambda places, _: places[:, 1] < self.queries)
         self._keep(int((self.limit - self.heads * self.queries) / 2.05))
-        places, weights = self._joined()
+        places, weights = (torch.cat(x) for x in zip(*self._parts, strict=True))
         order = ((places[:, 0].long() * self.queries + places[:, 1]) << 32 | places[:, 2]).argsort()
         self._parts = [(places[order], weights[order])]
         return self
@@ -178,19 +178,19 @@ class Links:
             "weights": _text(weights[ends[0] : ends[1]].clamp(max=1).sqrt().mul(255).round().to(torch.uint8)),
         }
 
-    def _joined(self) -> tuple[Tensor, Tensor]:
-        places, weights = (torch.cat(x) for x in zip(*self._parts, strict=True))
-        self._parts = [(places, weights)]
-        return places, weights
-
     def _keep(self, count: int) -> None:
         """Raise the threshold until at most `count` weights are above it."""
-        places, weights = self._joined()
-        if len(weights) > count:
-            self.threshold = float(weights.kthvalue(len(weights) - count).values)
-            kept = weights > self.threshold
-            self._parts = [(places[kept], weights[kept])]
-        self._held = len(self._parts[0][1])
+        weights = torch.cat([part for _, part in self._parts]).numpy()
+        if (cut := len(weights) - count) > 0:
+            weights.partition(cut - 1)  # in place; torch's kthvalue takes four times the memory
+            self.threshold = float(weights[cut - 1])
+            self._choose(lambda _, weights: weights > self.threshold)
+        self._held = sum(len(part) for _, part in self._parts)
+
+    def _choose(self, which: Callable[[Tensor, Tensor], Tensor]) -> None:
+        for i, (places, weights) in enumerate(self._parts):
+            kept = which(places, weights)
+            self._parts[i] = places[kept], weights[kept]
 
 
 def _blocks(scores: Scores) -> Iterator[tuple[int, Tensor]]:
