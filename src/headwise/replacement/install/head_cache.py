@@ -6,8 +6,8 @@
     output = model(**batch, past_key_values=cache)
     cache.nbytes
 
-`update` stores nothing: it marks the new keys with their layer, and the attention function, which knows the mask, hands
-them to it.
+Where the original attention runs, `update` returns all keys, as other caches do.  Elsewhere it stores nothing: it marks
+the new keys with their layer, and the attention function, which knows the mask, hands them to it.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class HeadCacheLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if (every := self.past.extended(key_states, value_states)) is not None:
+            return every
         key_states = key_states.view_as(key_states)  # a tensor of our own to mark
         setattr(key_states, MARK, self)
         self._marked = True

@@ -11,7 +11,6 @@ same are a block: one tensor, and one call for all of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,11 +22,11 @@ from headwise.errors import UnsupportedError
 from headwise.operators._kernels.key_patterns import UNBOUNDED, KeyPattern
 from headwise.operators.masks import Mask
 from headwise.replacement.install.mixed_heads import MixedHeads
+from headwise.replacement.install.running_sums import RunningSums
 from headwise.replacement.kinds import Choice, HeadInputs
 
 ROWS = 512
 """Queries of a continued prompt that are computed at once: their mask has ROWS x n entries."""
-
 
 SHORT = 1024
 """Keys below which a cache has no room to spare: it is copied for every token, as that of transformers is."""
@@ -213,73 +212,6 @@ class AllKeys(KeyRing):
         return self.heads(q, *(x[:, :, : new.n] for x in self.tensors), key_mask=new.keep, causal=True, scale=new.scale)
 
 
-class RunningSums:
-    """For the features b_jc of key j: mass_c = log sum_j exp b_jc, and means_c of v with the weights exp b_jc.
-
-    (P v)_i = sum_c a_ic means_c over the keys j <= i, with a_i the softmax over the features of query i.
-    """
-
-    ROWS = 32  # queries at once, with ROWS x ROWS weights for each feature
-
-    def __init__(self, choice: Choice, k: Tensor, v: Tensor) -> None:
-        self.choice = choice
-        features = self._features(k[:, :, :0], 1.0).shape[-1]
-        compute = torch.promote_types(v.dtype, torch.float32)
-        self.mass = torch.full((*v.shape[:2], features), -math.inf, dtype=compute, device=v.device)
-        self.means = torch.zeros(*self.mass.shape, v.shape[-1], dtype=compute, device=v.device)
-
-    def _features(self, x: Tensor, scale: float) -> Tensor:
-        assert self.choice.definition.features is not None
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.choice.definition.features(x, scale, self.choice.options)
-
-    def _keys(self, k: Tensor, new: NewKeys) -> Tensor:
-        """b (b, g, m, r), -inf for padding."""
-        b = self._features(k, new.scale)
-        return b if new.keep is None else b.masked_fill(~new.keep[:, None, new.before : new.n, None], -math.inf)
-
-    def write(self, k: Tensor, v: Tensor, new: NewKeys) -> None:
-        b = self._keys(k, new)
-        mass = torch.logaddexp(self.mass, b.logsumexp(-2))
-        known = torch.where(mass.isinf(), 0.0, mass)  # no real key yet
-        self.means = self.means * (self.mass - known).exp().unsqueeze(-1)
-        self.means += (b - known.unsqueeze(-2)).exp().mT @ v.to(self.means.dtype)
-        self.mass = mass
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, new: NewKeys) -> Tensor:
-        """P v (b, h, m, d) of new queries (b, h, m, k); also writes the new keys."""
-        a = self._features(q, new.scale).softmax(-1).unflatten(1, (k.shape[1], -1))  # (b, g, shared, m, r)
-        parts = []
-        for start in range(0, q.shape[2], self.ROWS):
-            rows = slice(start, min(start + self.ROWS, q.shape[2]))
-            own = new.up_to(new.before + rows.stop, new.before + start)
-            b = self._keys(k[:, :, rows], own).mT  # (b, g, r, rows)
-            mass = torch.logaddexp(self.mass.unsqueeze(-1), b.logcumsumexp(-1))
-            mass = torch.where(mass.isinf(), 0.0, mass)
-            weights = (b.unsqueeze(-2) - mass.unsqueeze(-1)).exp().tril()
-            old = (self.mass.unsqueeze(-1) - mass).exp().unsqueeze(-1)
-            means = weights @ v[:, :, rows].to(old.dtype).unsqueeze(2) + old * self.means.unsqueeze(-2)
-            parts.append(torch.einsum("bgsmr,bgrmd->bgsmd", a[:, :, :, rows], means).flatten(1, 2))
-            self.write(k[:, :, rows], v[:, :, rows], own)
-        return torch.cat(parts, 2).to(v.dtype)
-
-    def crop(self, count: int) -> None:
-        raise AssertionError("check_crop raises")
-
-    def check_crop(self, count: int) -> None:
-        raise UnsupportedError(
-            f"crop: {self.choice} keeps sums over the keys, from which none can be taken back; use "
-            "HeadCache(model, keep_all=True)"
-        )
-
-    def select(self, index: Tensor) -> None:
-        self.mass, self.means = (x.index_select(0, index) for x in self.tensors)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.mass, self.means]
-
-
 Block = KeyRing | RunningSums
 
 
@@ -294,9 +226,8 @@ class LayerPast:
         self.heads, self.keep_all, self.spare = heads, keep_all, spare
         reaches = [reach(choice) for choice in heads.choices]
         narrowest = min(each.width + each.leading if each else 0 for each in reaches)
-        self.covered = (
-            narrowest if narrowest < UNBOUNDED else 0
-        )  # keys that every head attends to, if some head drops any
+        # keys that every head attends to, if some head drops any
+        self.covered = narrowest if narrowest < UNBOUNDED else 0
         self.count = 0
         self.whole: AllKeys | None = None
         self.blocks: list[Block] = []
@@ -313,13 +244,20 @@ class LayerPast:
             out = original(k, v) if unchanged else self.heads(q, k, v, key_mask=new.keep, causal=True, scale=new.scale)
             self._open(k.detach(), v.detach(), new, whole=exact or self.keep_all)
         else:
-            if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-                raise UnsupportedError(
-                    "HeadCache: gradients do not pass through it; run under torch.no_grad(), or pass a DynamicCache"
-                )
+            _check_no_gradient(q, k, v)
             out = self._continue(q, k, v, new, original, exact)
         self.count = new.n
         return out
+
+    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """All keys and values, the new ones too, where the original attention runs; None elsewhere."""
+        n = self.count + k.shape[2]
+        if self.whole is None or self.heads.replaced is None or not self.heads.runs_exact(n):
+            return None
+        _check_no_gradient(k, v)
+        self.whole.write(k, v, NewKeys(self.count, n, 1.0))
+        self.count = n
+        return _first(self.whole.keys, n), _first(self.whole.values, n)
 
     def fill(self, k: Tensor, v: Tensor, scale: float) -> None:
         """Hold the keys and values of a beginning that is attended to by later queries only."""
@@ -405,6 +343,13 @@ class LayerPast:
 
     def _parts(self) -> list[Block]:
         return [self.whole] if self.whole is not None else self.blocks
+
+
+def _check_no_gradient(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise UnsupportedError(
+            "HeadCache: gradients do not pass through it; run under torch.no_grad(), or pass a DynamicCache"
+        )
 
 
 def _blocks(choices: Sequence[Choice], key_heads: int) -> list[list[int]]:
