@@ -45,6 +45,17 @@ def test_falcon_with_windows_is_falcon_under_that_mask(padding: str) -> None:
 
 
 @torch.no_grad()
+def test_a_token_after_cached_keys_of_torch_is_told_from_cross_attention() -> None:
+    """The call of torch's function does not say whether its single query belongs after the keys."""
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(vocab_size=30, **SIZES)).eval()
+    ids, settings = torch.randint(30, (1, 8)), {"max_new_tokens": 2, "do_sample": False}
+    with headwise.replace(model, "window", width=3):
+        with pytest.raises(UnsupportedError, match=r"token after cached keys, call with use_cache=False; use softmax"):
+            model.generate(ids, **settings)
+        assert model.generate(ids, use_cache=False, **settings).shape == (1, 10)
+
+
+@torch.no_grad()
 def test_a_layer_beside_those_of_the_interface_is_replaced_too() -> None:
     """The head of Aimv2 attends by torch's function, its blocks through the interface."""
     torch.manual_seed(0)

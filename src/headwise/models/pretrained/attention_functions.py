@@ -2,9 +2,9 @@
 
 A family without sdpa has only eager attention, which adds the mask that it is given and never asks a module whether it
 is causal; parts that compute attention by hand add the same mask.  A family without flash attention may slice, join or
-change masks, which no layer of it ever had other than as (b, 1, m, n).  So each function is registered three times: under
-its name for families with sdpa and flash attention, with masks of its own, which may be shorter; for families with sdpa
-alone with whole masks; and for all others with eager attention's masks, which say everything.
+change masks, which no layer of it ever had other than as (b, 1, m, n).  So each function is registered three times:
+under its name for families with sdpa and flash attention, with masks of its own, which may be shorter; for families
+with sdpa alone with whole masks; and for all others with eager attention's masks, which say everything.
 """
 
 from __future__ import annotations
