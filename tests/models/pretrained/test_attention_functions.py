@@ -122,3 +122,11 @@ def test_rewriting_says_that_replace_can_change_eager_attention() -> None:
     model, batch = translator()
     with pytest.raises(InterceptionError, match=r"only eager attention, which plans cannot .*headwise\.replace can$"):
         headwise.rewrite(model, Choice("window", {"width": 3}), probe=batch)
+
+
+def test_the_receipt_names_layers_that_attend_by_hand() -> None:
+    model, _ = captioner()
+    with headwise.replace(model, Choice("softmax")) as receipt:
+        assert receipt.known == ("image_encoder.vision_model.encoder.layers.0.self_attn",)
+        assert receipt.left == ("encoder.layer.0.attention.self",)
+        assert str(receipt).endswith("call no attention function: encoder.layer.0.attention.self")
