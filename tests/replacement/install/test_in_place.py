@@ -70,7 +70,7 @@ def test_a_layer_beside_those_of_the_interface_is_replaced_too() -> None:
     assert torch.equal(model(x).pooler_output, before)
 
 
-def reads_masks() -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
+def reads_masks() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Doge adds a mask of its own to that of each layer; T5Gemma2 joins those of the decoder and of the encoder."""
     sizes = {**SIZES, "intermediate_size": 24}
     text = {**sizes, "vocab_size": 30, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}
