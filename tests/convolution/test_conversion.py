@@ -296,3 +296,27 @@ def test_frozen_weights_and_the_training_flag_are_kept() -> None:
     assert new.training
     assert not new[3][0].training
     assert isinstance(new[3][1], KernelAttention)
+
+
+class ReadsItsConvolution(nn.Module):
+    """Pads as its convolution needs, and sizes its output by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 4, 3, stride=2, dilation=2, groups=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        reach = self.conv.dilation[0] * (self.conv.kernel_size[0] - 1)
+        return self.conv(nn.functional.pad(x, (reach, 0))) * self.conv.out_channels
+
+
+@pytest.mark.parametrize("mode", [exact, soft(20.0), soft_separable(20.0), with_content(20.0)])
+def test_models_may_read_the_attributes_of_a_convolution(mode: Any) -> None:
+    for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "output_padding"):
+        for conv in (nn.Conv2d(2, 4, (3, 1), padding="same"), nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular")):
+            assert getattr(convert(conv, mode)[0], name) == getattr(conv, name)
+    layer: Any = convert(nn.Conv3d(2, 4, 1), mode)[0]
+    assert (layer.in_channels, layer.out_channels, layer.transposed) == (2, 4, False)
+    if mode is exact:
+        model, x = ReadsItsConvolution(), torch.randn(1, 2, 9)
+        torch.testing.assert_close(convert(model, mode)[0](x), model(x))

@@ -212,3 +212,17 @@ def test_two_softmaxes_of_sums_of_the_same_products() -> None:
         model(x)
     assert [(c.site, c.v.shape) for c in calls] == [("0", (2, 2, 5, 4)), ("0@2", (2, 2, 5, 4))]
     assert unseen_attention(model, x) == []
+
+
+def test_padding_that_attends_to_itself_is_no_token() -> None:
+    """XLNet's mask leaves each token its own key, also where the batch says that it is padding."""
+    torch.manual_seed(0)
+    config = transformers.XLNetConfig(vocab_size=50, d_model=16, n_layer=2, n_head=2, d_inner=24, initializer_range=0.5)
+    model, ids = transformers.XLNetModel(config).double().eval(), torch.randint(50, (1, 12))
+    keep = torch.ones(2, 12, dtype=torch.long)
+    keep[1, :8] = 0
+    padded = observe(model, {"input_ids": ids.repeat(2, 1), "attention_mask": keep})[1]
+    (alone,) = observe(model, {"input_ids": ids[:, 8:]})
+    assert padded.lengths == alone.lengths == [(4, 4)] * 2
+    torch.testing.assert_close(padded.numbers["entropy"], alone.numbers["entropy"])
+    torch.testing.assert_close(padded.spectral["effective_rank"], alone.spectral["effective_rank"])

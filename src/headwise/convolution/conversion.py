@@ -218,6 +218,9 @@ def _convert_layer(name: str, module: Convolution, mode: Mode, probe: Tensor | N
     with torch.no_grad():
         expected = module(probe)
     layer, receipt = attention_from_kernel(name, geometry, module.weight, module.bias, mode, probe, expected)
+    for attribute in (*module.__constants__, "transposed"):
+        if not hasattr(layer, attribute):
+            setattr(layer, attribute, getattr(module, attribute))
     return layer.train(module.training), receipt
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headwise.errors import HeadwiseError
+from headwise.models.pretrained.attention_functions import supports_sdpa
 from headwise.models.provenance.attention_kind import Provenance, attention_kind
 from headwise.models.provenance.written_out import WrittenAttention, WrittenOut, mask_of_scores
 from headwise.operators._kernels.scores import Scores
@@ -350,6 +351,7 @@ def _attention_call(
     q, k, v, groups = q.detach(), k.detach(), v.detach(), k.shape[1]
     if groups != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // groups, dim=1) for x in (k, v))
+    mask = _without_padding(mask, kind, len(q), calls[-1])
     return AttentionCall(site, calls[0].module, kind, q, k, v, mask, scale, groups, _windows(len(q), batch))
 
 
@@ -367,7 +369,25 @@ def _written_call(
     scores, v = four_axes(scores, sequences), four_axes(v, sequences)
     b, h = scores.shape[:2]
     q, k = (v.new_zeros(1, 1, 1, written.key_width).expand(b, h, rows, -1) for rows in (m, n))
-    return AttentionCall(site, calls[0].module, kind, q, k, v, mask_of_scores(scores), 1.0, h, _windows(b, batch))
+    mask = _without_padding(mask_of_scores(scores), kind, b, calls[-1])
+    return AttentionCall(site, calls[0].module, kind, q, k, v, mask, 1.0, h, _windows(b, batch))
+
+
+def _without_padding(mask: Mask, kind: str, b: int, outermost: Running) -> Mask:
+    """The mask of b sequences without padding that no real token attends to, but that attends to itself.
+
+    Which tokens are real is said by the `attention_mask` that the model was called with, if not by the mask.
+    """
+    real, is_own = outermost.kwargs.get("attention_mask"), kind == "self" and mask.key_mask is None
+    if getattr(getattr(outermost.module, "config", None), "is_encoder_decoder", False):
+        return mask  # it says nothing of the decoder
+    if not is_own or not isinstance(real, Tensor) or real.shape != (b, mask.n) or mask.m != mask.n or bool(real.all()):
+        return mask
+    real, pairs = real.bool(), mask.pairs(real.device)
+    if pairs is None:
+        return mask
+    kept = real | (pairs & real[:, None, :, None]).any(-2).any(1)
+    return mask if bool(kept.all()) else replace(mask, key_mask=kept[:, None])
 
 
 def _batch_sizes(values: Iterable[Any]) -> list[int]:
@@ -403,6 +423,8 @@ def nothing_seen(model: nn.Module) -> InterceptionError:
         advice = f"it seems to have no attention; if it has, {by_hand}"
     elif any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         advice = "if it runs in another thread, run all of the model in one"
+    elif not supports_sdpa(model) and getattr(model, "_can_set_attn_implementation", lambda: False)():
+        advice = "its family has only eager attention, which plans cannot change; headwise.replace can"
     elif implementation not in (None, "sdpa") and getattr(model, "_supports_sdpa", False):
         advice = f'load it with attn_implementation="sdpa", or, if its attention is written by hand, {by_hand}'
     else:

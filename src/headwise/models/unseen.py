@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -81,11 +81,8 @@ def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
     }
     found.update(dict.fromkeys(functions.callers, FLEXIBLE))
     known = seen | found.keys()
-    for name, module in modules.items():
-        if _looks_like_attention(name, module) and not any(
-            _inside(a, b) for x in known for a, b in ((x, name), (name, x))
-        ):
-            found[name] = OTHERWISE if name in watch.ran else DID_NOT_RUN
+    for name in other_attention(model, known):
+        found[name] = OTHERWISE if name in watch.ran else DID_NOT_RUN
     return [
         {
             "name": name or type(model).__name__,
@@ -93,6 +90,16 @@ def unseen_attention(model: nn.Module, batch: Batch) -> list[dict[str, str]]:
             "why": SCRIPTED if isinstance(modules[name], torch.jit.ScriptModule) else why,
         }
         for name, why in found.items()
+    ]
+
+
+def other_attention(model: nn.Module, known: Collection[str]) -> list[str]:
+    """The names of modules that look like attention, and neither hold nor are part of those that are known."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if _looks_like_attention(name, module)
+        and not any(_inside(a, b) for x in known for a, b in ((x, name), (name, x)))
     ]
 
 

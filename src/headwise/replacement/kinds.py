@@ -281,8 +281,10 @@ class Choice:
                 + (
                     f"{self.kind} cannot compute new queries from cached keys; call generate with use_cache=False"
                     if inputs.mask.causal
-                    else "it needs queries and keys at the same positions; use softmax for cross-attention, in "
-                    "headwise.replace by naming the other layers, {'*.self_attn': ...}"
+                    else "it needs queries and keys at the same positions; "
+                    + ("if it is the token after cached keys, call with use_cache=False; " if m == 1 else "")
+                    + "use softmax for cross-attention, in headwise.replace by naming the other layers, "
+                    "{'*.self_attn': ...}"
                 )
             )
 

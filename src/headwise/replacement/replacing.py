@@ -16,6 +16,7 @@ import headwise.operators
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.intercept import uncompiled
 from headwise.models.pretrained.derived_models import is_pretrained
+from headwise.models.unseen import other_attention
 from headwise.replacement.install import in_place, transformers_models
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.operator_heads import Builder, OperatorHeads
@@ -62,7 +63,7 @@ def replace(model: nn.Module, operator: Operator | Mapping[str | int, Operator],
             )
     sites = in_place.attention_sites(model)
     chosen = _by_site(list(sites), operator, options)
-    receipt = Replacement(model, {}, tuple(sites))
+    receipt = Replacement(model, {}, tuple(sites), tuple(other_attention(model, sites)))
     try:
         for name, choice in chosen.items():
             heads = OperatorHeads(f"{type(model).__name__}.{name}" if name else type(model).__name__, choice)
@@ -80,11 +81,12 @@ class Replacement:
     """What `replace` has done, and how to undo it; a context manager that undoes it at its end.
 
     sites   {name of a module: its operator}
-    known   the names of all modules that compute attention
+    known   the names of all modules that compute attention by a function that can be replaced
+    left    the names of modules that look like attention, but call no such function
     """
 
-    def __init__(self, model: nn.Module, sites: dict[str, str], known: tuple[str, ...]) -> None:
-        self.model, self.sites, self.known = model, sites, known
+    def __init__(self, model: nn.Module, sites: dict[str, str], known: tuple[str, ...], left: tuple[str, ...]) -> None:
+        self.model, self.sites, self.known, self.left = model, sites, known, left
         self._undo: list[Callable[[], None]] = []
 
     def undo(self) -> None:
@@ -103,7 +105,11 @@ class Replacement:
     def __str__(self) -> str:
         counts = {each: list(self.sites.values()).count(each) for each in self.sites.values()}
         listed = ", ".join(f"{count} {each}" for each, count in counts.items())
-        return f"{type(self.model).__name__}: {len(self.sites)} of {len(self.known)} attention layers: {listed}"
+        done = f"{type(self.model).__name__}: {len(self.sites)} of {len(self.known)} attention layers: {listed}"
+        if not self.left:
+            return done
+        names = ", ".join(self.left[:4]) + (f" and {len(self.left) - 4} more" if len(self.left) > 4 else "")
+        return f"{done}; left as they are, because they call no attention function: {names}"
 
 
 def named_operator(name: str, options: Mapping[str, Any]) -> Choice | Builder:

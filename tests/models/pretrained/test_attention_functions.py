@@ -11,6 +11,7 @@ from torch import Tensor
 
 import headwise
 from headwise.errors import UnsupportedError
+from headwise.models.intercept import InterceptionError
 from headwise.models.pretrained.attention_functions import supports_sdpa
 from headwise.replacement import Choice
 from headwise.replacement.install.sharded_attention import sequence_parallel_model
@@ -115,3 +116,17 @@ def test_no_rank_has_the_mask_that_eager_attention_needs() -> None:
         sequence_parallel_model(translator()[0]),
     ):
         pass
+
+
+def test_rewriting_says_that_replace_can_change_eager_attention() -> None:
+    model, batch = translator()
+    with pytest.raises(InterceptionError, match=r"only eager attention, which plans cannot .*headwise\.replace can$"):
+        headwise.rewrite(model, Choice("window", {"width": 3}), probe=batch)
+
+
+def test_the_receipt_names_layers_that_attend_by_hand() -> None:
+    model, _ = captioner()
+    with headwise.replace(model, Choice("softmax")) as receipt:
+        assert receipt.known == ("image_encoder.vision_model.encoder.layers.0.self_attn",)
+        assert receipt.left == ("encoder.layer.0.attention.self",)
+        assert str(receipt).endswith("call no attention function: encoder.layer.0.attention.self")

@@ -78,9 +78,12 @@ def collapse_curves(model: nn.Module, batch: Batch) -> dict[str, Any]:
         which = unknown or f"{type(model).__name__}, which has no list of blocks"
         return {"supported": False, "why": f"skips and MLPs cannot be told apart in {which}"}
     double, text = in_double(model), first_sequence(model, batch, torch.float64)
+    curves = {name: _curve(double, text, name) for name in CURVES}
+    if not any(curves["all"]):
+        return {"supported": False, "why": "the tokens of the first text are equal, or it has only one"}
     return {
         "supported": True,
-        "curves": {name: _curve(double, text, name) for name in CURVES},
+        "curves": curves,
         "blocks": next(map(block_list, blocks)),
         "other_blocks": others,
     }

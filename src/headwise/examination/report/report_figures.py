@@ -97,8 +97,11 @@ def _map(axes: Any, examination: Examination, name: str) -> None:
 
 
 def _collapse(axes: Any, examination: Examination) -> None:
-    for (name, curve), style in zip(examination.ablations["curves"].items(), ("-", "--", ":", "-."), strict=False):
-        axes.semilogy(curve, style, marker="o", markersize=3, label=name)
+    curves = examination.ablations["curves"]
+    for (name, curve), style in zip(curves.items(), ("-", "--", ":", "-."), strict=False):
+        axes.plot(curve, style, marker="o", markersize=3, label=name)
+    if any(x > 0 for curve in curves.values() for x in curve):  # one token differs from no other
+        axes.set_yscale("log")
     axes.set(xlabel="layer", ylabel="relative residual", title=f"Relative residual by layer ({_count(examination, 1)})")
     axes.legend(frameon=False)
 

@@ -1,8 +1,10 @@
 """Attention functions of headwise as implementations of transformers' models.
 
 A family without sdpa has only eager attention, which adds the mask that it is given and never asks a module whether it
-is causal; parts that compute attention by hand add the same mask.  So each function is registered twice: under its name
-for families with sdpa, with masks of its own, and for all others with eager attention's masks, which say everything.
+is causal; parts that compute attention by hand add the same mask.  A family without flash attention may slice, join or
+change masks, which no layer of it ever had other than as (b, 1, m, n).  So each function is registered three times:
+under its name for families with sdpa and flash attention, with masks of its own, which may be shorter; for families
+with sdpa alone with whole masks; and for all others with eager attention's masks, which say everything.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+WHOLE = "_whole"
+"""Ending of the name under which a function is registered for families that have sdpa, but no flash attention."""
+
 EAGER = "_eager"
 """Ending of the name under which a function is registered for families that have only eager attention."""
 
@@ -23,20 +28,27 @@ CAUSAL = "headwise_causal"
 INTERNAL = "_attn_implementation_internal"
 
 
-def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Make `attention` and its masks known to transformers; may be called repeatedly."""
+def register(
+    name: str, attention: Callable[..., Any], mask: Callable[..., Any], whole_mask: Callable[..., Any] | None = None
+) -> None:
+    """Make `attention` and its masks known to transformers; may be called repeatedly.
+
+    whole_mask   makes masks (b, 1, m, n) or none, if `mask` may make others
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
+    for ending, function in (("", mask), (WHOLE, whole_mask or mask)):
+        AttentionInterface.register(name + ending, attention)
+        AttentionMaskInterface.register(name + ending, function)
     AttentionInterface.register(name + EAGER, partial(_as_the_mask_says, attention))
-    AttentionMaskInterface.register(name + EAGER, _whole_mask)
+    AttentionMaskInterface.register(name + EAGER, _eager_mask)
 
 
 def use(model: Any, name: str) -> Callable[[], None]:
     """Set a registered function as the implementation of all parts of `model`; returns the function that undoes it."""
     undo = implementations(model)
-    model.set_attn_implementation(name if supports_sdpa(model) else name + EAGER)
+    takes_short = all(getattr(part, "_supports_flash_attn", True) for part in model.modules())
+    model.set_attn_implementation(name + (EAGER if not supports_sdpa(model) else "" if takes_short else WHOLE))
     return undo
 
 
@@ -70,7 +82,7 @@ def _as_the_mask_says(attention: Callable[..., Any], *args: Any, **options: Any)
     return attention(*args, **{**options, "is_causal": getattr(mask, CAUSAL, False)})
 
 
-def _whole_mask(
+def _eager_mask(
     *sizes: Any, kv_length: int, mask_function: Callable[..., Any] | None = None, **options: Any
 ) -> Tensor | None:
     """(b, 1, m, n), added to the scores, marked as CAUSAL if keys after a query are hidden; None: every key."""

@@ -37,7 +37,9 @@ CHANGES = {
 
 def register() -> None:
     """Register `attention` and `mask` with transformers; may be called repeatedly."""
-    attention_functions.register(NAME, attention, mask)
+    from transformers.masking_utils import sdpa_mask
+
+    attention_functions.register(NAME, attention, mask, sdpa_mask)
 
 
 def attention(
