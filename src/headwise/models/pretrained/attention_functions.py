@@ -40,7 +40,9 @@ def register(
     for ending, function in (("", mask), (WHOLE, whole_mask or mask)):
         AttentionInterface.register(name + ending, attention)
         AttentionMaskInterface.register(name + ending, function)
-    AttentionInterface.register(name + EAGER, partial(_as_the_mask_says, attention))
+    known = AttentionInterface().get(name + EAGER)
+    if getattr(known, "args", None) != (attention,):  # the same object as before, if it may be
+        AttentionInterface.register(name + EAGER, partial(_as_the_mask_says, attention))
     AttentionMaskInterface.register(name + EAGER, _eager_mask)
 
 
