@@ -117,3 +117,19 @@ def test_layers_of_softmax_heads_are_timed_against_the_function_of_the_model(mon
         assert found["exact_below"] == {"a": 33, "b": 33}
         assert found["seconds"]["32"] == {"exact": 2.0, "planned": 2.0}
         assert found["seconds"]["512"] == {"exact": 2.0, "planned": 1.0}
+
+
+def test_other_work_comes_before_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a loop of calls alone, all that they read stays in the caches, as in no model."""
+    order: list[str] = []
+    monkeypatch.setattr(timing, "_other_work", lambda *size: lambda: order.append("other"))
+
+    def call(q: torch.Tensor, *more: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+        order.append("call")
+        return q
+
+    timing._seconds([call, call], 4, 2, 8, 16, True)
+    assert order == ["other", "call"] * (len(order) // 2)
+    order.clear()
+    timing._token_seconds(MixedHeads([SOFTMAX] * 4, 8, 200), 2, 16)
+    assert len(order) == 2 * (timing.REPEATS + 1)

@@ -252,7 +252,7 @@ class LayerPast:
     def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """All keys and values, the new ones too, where the original attention runs; None elsewhere."""
         n = self.count + k.shape[2]
-        if self.whole is None or self.heads.replaced is None or not self.heads.runs_exact(n):
+        if self.whole is None or not self.heads.runs_exact(n):
             return None
         _check_no_gradient(k, v)
         self.whole.write(k, v, NewKeys(self.count, n, 1.0))
