@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,8 +37,8 @@ def comparisons(draw: st.DrawFn, subject: str, ranks: int, most: int = 7) -> Set
     )
 
 
-def assert_same(pool: Pool, setting: Setting) -> None:
-    for rank, found in enumerate(pool.run(differences, setting)):
+def assert_same(pool: Pool, setting: Setting, kernel_cache: Path | None = None) -> None:
+    for rank, found in enumerate(pool.run(differences, setting, kernel_cache and str(kernel_cache))):
         for name, ratio in found.items():
             assert ratio <= 1, f"rank {rank}: {name} is {ratio:.3g} tolerances from that of one process"
 
@@ -52,6 +55,22 @@ def test_two_ranks_equal_one(two: Pool, subject: str, data: st.DataObject) -> No
 @given(data=st.data())
 def test_four_ranks_equal_one(four: Pool, subject: str, data: st.DataObject) -> None:
     assert_same(four, data.draw(comparisons(subject, 4)))
+
+
+BY_KERNELS = ("softmax", "gaussian", "window", "window, leading", "fixed", "fixed, two summaries", "fixed_steps")
+BY_KERNELS += ("efficient", "factored, pooling", "nystrom", "projected", "near_far", "near_far, leading")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("subject", BY_KERNELS)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_slices_by_compiled_kernels(two: Pool, kernel_cache: Path, subject: str, data: st.DataObject) -> None:
+    """Slices as long as some tiles of the kernels, against torch's operations in one process."""
+    setting = data.draw(comparisons(subject, 2, 90))
+    if subject == "nystrom":  # its inverse makes any rounding larger, by chance more here or there
+        setting = replace(setting, dtype=torch.float64)
+    assert_same(two, setting, kernel_cache)
 
 
 OFF = [

@@ -11,10 +11,10 @@ pattern: distances inside a window do not change, and neither do whole blocks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.distributed.collectives import tied
@@ -29,6 +29,7 @@ from headwise.operators.masks import Mask
 from headwise.operators.sparse.fixed import Fixed, own_blocks, summary_pieces
 from headwise.operators.sparse.strided import Strided
 from headwise.operators.sparse.window import Window, window_pieces
+from headwise.shapes import filled
 
 
 @local_rows.register
@@ -54,20 +55,13 @@ def _(operator: Window, call: Call, v: Tensor) -> Tensor:
     for q, (start, stop), count in zip(call.queries.split(call.q, call.rank), segments, counts, strict=True):
         if stop > start:
             part = slice(offset, offset + count)
-            after = min(call.keys.n, stop + ahead + pattern.right) - (stop + ahead)
-            queries = F.pad(q, (0, 0, 0, after))  # the pattern is aligned to the last key
-            pieces = partial(
-                window_pieces,
-                stop - start + after,
-                count,
-                pattern.left,
-                pattern.right,
-                pattern.leading,
-                operator.causal,
-                q.device,
-            )
-            union = _union(queries, k[..., part, :], scale, None if mask is None else mask[..., part], pieces)
-            out.append(union.apply(values[..., part, :])[..., : stop - start, :])
+            behind = min(call.keys.n, stop + ahead + pattern.right) - (stop + ahead)
+            # the last query counts as one at the last key, so the window of each lies further back
+            near = pattern._replace(left=pattern.left + behind, right=pattern.right - behind)
+            pieces = partial(window_pieces, stop - start, count, *near[:3], operator.causal, q.device)
+            some = None if mask is None else mask[..., part]
+            union = _union(q, k[..., part, :], scale, some, pieces, near, operator.causal)
+            out.append(union.apply(values[..., part, :]))
         offset += count
     joined = _joined(out, operator, v, k, values)
     if not operator.leading or operator.causal:
@@ -111,7 +105,7 @@ def _(operator: Fixed, call: Call, v: Tensor) -> Tensor:
         return (blocks[others, None] * block + torch.arange(block - summaries, block)).flatten()
 
     def wanted_by(start: int, stop: int) -> Tensor:
-        return torch.cat([torch.arange(*near(start, stop)), remote(start, stop)]) if stop > start else torch.arange(0)
+        return torch.cat([remote(start, stop), torch.arange(*near(start, stop))]) if stop > start else torch.arange(0)
 
     def wanted(rank: int) -> Tensor:
         return torch.cat([wanted_by(*segment) for segment in call.queries.segments(rank)])
@@ -125,21 +119,28 @@ def _(operator: Fixed, call: Call, v: Tensor) -> Tensor:
             (left, right), count = near(start, stop), len(wanted_by(start, stop))
             part = slice(offset, offset + count)
             offset += count
-            queries = F.pad(q, (0, 0, start - left, right - stop))
+            queries = filled(q, (0, 0, start - left, right - stop))
+            some = None if mask is None else mask[..., part]
             pieces = partial(_fixed_pieces, right - left, count, pattern, operator, q.device)
-            union = _union(queries, k[..., part, :], scale, None if mask is None else mask[..., part], pieces)
+            behind = pattern._replace(leading=count - (right - left))
+            union = _union(queries, k[..., part, :], scale, some, pieces, behind, operator.causal)
             out.append(union.apply(values[..., part, :])[..., start - left : stop - left, :])
     return _joined(out, operator, v, k, values)
 
 
 def _fixed_pieces(n: int, total: int, pattern: KeyPattern, operator: Fixed, device: torch.device) -> list[Piece]:
-    """Blocks of n positions, and every other key up to `total`, a summary of another block, for all of them."""
-    itself = Piece(Tiles(0, n, 1, 1), Tiles(0, n, 1, 1), first=True)
-    pieces = own_blocks(n, operator.block, operator.causal) if pattern.block else [itself]
+    """The last n of `total` positions in their blocks, and the positions before them, other summaries, for all."""
+    leading = total - n
+    pieces = (
+        own_blocks(n, operator.block, operator.causal)
+        if pattern.block
+        else [Piece(Tiles(0, n, 1, 1), Tiles(0, n, 1, 1), first=True)]
+    )
     if pattern.every:
         pieces += summary_pieces(n, operator.block, operator.summaries, operator.causal, device, first=False)
-    if total > n:
-        pieces.append(Piece(Tiles(0, 1, 0, n), Tiles(n, 1, 0, total - n), first=False))
+    pieces = [replace(piece, columns=replace(piece.columns, start=piece.columns.start + leading)) for piece in pieces]
+    if leading:
+        pieces.append(Piece(Tiles(0, 1, 0, n), Tiles(0, 1, 0, leading), first=False))
     return pieces
 
 
@@ -154,10 +155,12 @@ def _pattern(union: Union) -> KeyPattern:
     return union.pattern
 
 
-def _union(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, pieces: partial) -> Union:
+def _union(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, pieces: partial, pattern: KeyPattern, causal: bool
+) -> Union:
     keys = repeat_heads(k, q, "Window")
     masks = Mask(q.shape[-2], keys.shape[-2], key_mask=mask)
-    return Union.of(QueriesKeys(q, masks.hide(keys), scale, masks), pieces)
+    return Union.of(QueriesKeys(q, masks.hide(keys), scale, masks), pieces, pattern, causal)
 
 
 def _joined(parts: list[Tensor], operator: Window | Fixed, v: Tensor, *fetched: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from headwise.distributed.collectives import Ranks, exchange, largest, summed
+from headwise.distributed.collectives import Ranks, exchange, largest
+from headwise.distributed.partial_softmax import Part, attend_part, part_gradients
 from headwise.distributed.slices import Slices
 from headwise.operators._kernels.queries_keys import repeat_heads
-from headwise.operators._kernels.scores import Scores, attend_with_lse
-from headwise.operators.masks import Mask
 
 
 @final
@@ -64,23 +64,23 @@ class Ring:
         receive[(2 * self.ranks.rank - source) % size] = self.keys.lengths[self.ranks.rank]
         return exchange(x, send, receive, self.ranks)
 
-    def pairs(self, source: int) -> list[tuple[slice, slice, int | None]]:
-        """Rows of queries and keys that meet, and, where only some pairs may, by how much keys may be ahead."""
+    def pairs(self, source: int) -> list[tuple[slice, slice, bool]]:
+        """Rows of queries and keys that meet, and whether causality hides some of these pairs."""
         found = []
-        ahead = self.keys.n - self.queries.n  # the last query is at the last key
+        ahead = self.keys.n - self.queries.n  # of all, too, the last query is at the last key
         first_row = 0
         for start, stop in self.queries.segments(self.ranks.rank):
             first_key = 0
             for left, right in self.keys.segments(source):
-                rows, keys = slice(first_row, first_row + stop - start), slice(first_key, first_key + right - left)
-                first_key += right - left
-                if stop <= start or right <= left:
-                    continue
-                reach = start + ahead - left  # the first query attends to keys up to this one
-                if not self.causal or reach >= right - left - 1:
-                    found.append((rows, keys, None))
-                elif reach + (stop - start) > 0:
-                    found.append((rows, keys, reach))
+                m, n = stop - start, right - left
+                reach = start + ahead - left if self.causal else n  # the first query attends to keys up to this one
+                none, some = (min(m, max(0, x)) for x in (-reach, n - 1 - reach))  # queries that see no, not all keys
+                if n and none < some:
+                    last = first_key + reach + some
+                    found.append((slice(first_row + none, first_row + some), slice(first_key, last), True))
+                if n and some < m:
+                    found.append((slice(first_row + some, first_row + m), slice(first_key, first_key + n), False))
+                first_key += n
             first_row += stop - start
         return found
 
@@ -94,107 +94,88 @@ def ring_softmax(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, ring:
 def everywhere(q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | None, ranks: Ranks) -> Tensor:
     """softmax(scale q k^T) v over the keys of all ranks, for r queries that every rank has: r (d + 2) scalars reduced.
 
-    Two reductions: the largest score of every query, then its sum of exponentials beside its sum of values.
+    Two reductions: the largest log-sum-exp of every query, then its sums of exponentials and of values.
     """
-    compute = torch.promote_types(v.dtype, torch.float32)
-    hidden = None if key_mask is None else ~key_mask.unsqueeze(-2)
-    scores = scale * (q.to(compute) @ k.to(compute).mT)
-    scores = scores if hidden is None else scores.masked_fill(hidden, -math.inf)
-    batch = torch.broadcast_shapes(scores.shape[:-2], v.shape[:-2])
-    shape = (*scores.shape[:-1], 1)
-    top = scores.detach().amax(-1, keepdim=True) if k.shape[-2] else scores.new_full(shape, -math.inf)
-    top = largest(top, ranks)
-    weights = (scores - top.masked_fill(top == -math.inf, 0)).exp()
-    sums = weights.sum(-1, keepdim=True).expand(*batch, *shape[-2:])
-    values = weights @ (v if hidden is None else v.masked_fill(hidden.mT, 0)).to(compute)
-    total = summed(torch.cat([sums, values.expand(*batch, *values.shape[-2:])], dim=-1), ranks)
-    return (total[..., 1:] / total[..., :1].masked_fill(total[..., :1] == 0, 1)).to(v.dtype)
+    mask = () if key_mask is None else (key_mask,)
+    return _Everywhere.apply(ranks, scale, q, k, v, *mask)  # type: ignore[return-value]
+
+
+class _Everywhere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, scale: float, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+        out, lse = attend_part(Part(q, k, v, *mask), scale, causal=False)
+        top = largest(lse, ranks)
+        shift = top.masked_fill(top == -math.inf, 0)
+        weights = (lse - shift).exp().unsqueeze(-1)
+        sums = torch.cat([weights, weights * out], dim=-1)
+        ranks.call(dist.all_reduce, sums)
+        total = sums[..., :1]
+        out = sums[..., 1:] / total.masked_fill(total == 0, 1)
+        ctx.ranks, ctx.scale = ranks, scale
+        ctx.save_for_backward(q, k, v, out, total.log().squeeze(-1) + shift, *mask)
+        return out.to(v.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse, *mask = ctx.saved_tensors
+        pull = gradients[0].to(out.dtype, copy=True, memory_format=torch.contiguous_format)
+        ctx.ranks.call(dist.all_reduce, pull)
+        part = Part(q, k, v, *mask)
+        found = part_gradients(pull, part, ctx.scale, False, out, lse)
+        return None, None, *(x.to(like.dtype) for x, like in zip(found, part[:3], strict=True)), *(None for _ in mask)
 
 
 class _RingSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(_spread(k, q).shape[:-2], q.shape[:-2], v.shape[:-2])
+        batch = torch.broadcast_shapes(repeat_heads(k, q, "Softmax").shape[:-2], q.shape[:-2], v.shape[:-2])
         compute = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(*batch, q.shape[-2], v.shape[-1], dtype=compute)
         lse = out.new_full(out.shape[:-1], -math.inf)
-        packed = _packed(k, v, *mask)
-        for source, block in ring.blocks(packed):
-            keys, values, visible = _unpacked(block, k, v, *mask)
-            for rows, columns, ahead in ring.pairs(source):
-                part, part_lse = attend_with_lse(*_part(ring, q, keys, values, visible, rows, columns, ahead))
-                _merge(out[..., rows, :], lse[..., rows], part, part_lse)
+        for source, block in ring.blocks(_packed(k, v, *mask)):
+            for rows, columns, causal in ring.pairs(source):
+                part = _part(q, _unpacked(block, k, v, *mask), rows, columns)
+                _merge(out[..., rows, :], lse[..., rows], *attend_part(part, ring.scale, causal))
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse, *mask)
         return out.to(v.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ring, (q, k, v, out, lse, *mask) = ctx.ring, ctx.saved_tensors
         g = gradients[0].to(out.dtype)
-        delta = (g * out).sum(-1, keepdim=True)
-        shift = lse.masked_fill(lse == -math.inf, 0).unsqueeze(-1)
-        dq, packed = q.new_zeros(*out.shape[:-1], q.shape[-1], dtype=out.dtype), _packed(k, v, *mask)
-        dk, dv = torch.zeros_like(k, dtype=out.dtype), torch.zeros_like(v, dtype=out.dtype)
-        for source, block in ring.blocks(packed):
-            keys, values, visible = _unpacked(block, k, v, *mask)
-            dkeys, dvalues = (torch.zeros_like(x, dtype=out.dtype) for x in (keys, values))
-            for rows, columns, ahead in ring.pairs(source):
-                scores, x = _part(ring, q, keys, values, visible, rows, columns, ahead)
-                first = rows.start
-                for start, stop in scores.chunks():
-                    part = scores.rows(start, stop)
-                    some = slice(first + start, first + stop)
-                    seen = slice(columns.start, columns.start + part.n)
-                    p = (part.to(out.dtype).dense() - shift[..., some, :]).exp()
-                    pull, value = g[..., some, :], x[..., : part.n, :].to(out.dtype)
-                    ds = p * (pull @ value.mT - delta[..., some, :]) * ring.scale
-                    dq[..., some, :] += ds @ part.k.to(out.dtype)
-                    dkeys[..., seen, :] += _fold(ds.mT @ part.q.to(out.dtype), dkeys[..., seen, :])
-                    dvalues[..., seen, :] += _fold(p.mT @ pull, dvalues[..., seen, :])
+        dq, dk, dv = (torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v))
+        for source, block in ring.blocks(_packed(k, v, *mask)):
+            held = _unpacked(block, k, v, *mask)
+            dkeys, dvalues = (torch.zeros_like(x, dtype=out.dtype) for x in held[:2])
+            for rows, columns, causal in ring.pairs(source):
+                part = _part(q, held, rows, columns)
+                found = part_gradients(g[..., rows, :], part, ring.scale, causal, out[..., rows, :], lse[..., rows])
+                for total, x in zip(
+                    (dq[..., rows, :], dkeys[..., columns, :], dvalues[..., columns, :]), found, strict=True
+                ):
+                    total += x
             if source != ring.ranks.rank:
                 back = ring.returned(_packed(dkeys, dvalues), source)
                 dkeys, dvalues, _ = _unpacked(back, dk, dv)
             dk, dv = dk + dkeys, dv + dvalues
-        return None, _fold(dq, q).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *(None for _ in mask)
+        return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *(None for _ in mask)
 
 
-def _part(
-    ring: Ring,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    rows: slice,
-    columns: slice,
-    ahead: int | None,
-) -> tuple[Scores, Tensor]:
-    """The scores of some queries against some keys, and the values of these."""
-    m, n = rows.stop - rows.start, columns.stop - columns.start
-    key_mask = None if visible is None else visible[..., columns]
-    mask = Mask(m, n, ahead is not None, key_mask, _ahead=ahead)
-    keys = mask.hide(_spread(k[..., columns, :], q))
-    return Scores(q[..., rows, :], keys, ring.scale, mask), mask.hide(v[..., columns, :])
+def _part(q: Tensor, held: tuple[Tensor, Tensor, Tensor | None], rows: slice, columns: slice) -> Part:
+    """Some queries, and some of the keys, values and their mask."""
+    k, v, mask = held
+    return Part(q[..., rows, :], k[..., columns, :], v[..., columns, :], None if mask is None else mask[..., columns])
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add a part to the softmax so far, in place; -inf are rows without a key so far."""
     merged = torch.logaddexp(lse, part_lse)
     shift = merged.masked_fill(merged == -math.inf, 0)
-    out.mul_((lse - shift).exp().unsqueeze(-1)).add_(part.to(out.dtype) * (part_lse - shift).exp().unsqueeze(-1))
+    out.mul_((lse - shift).exp().unsqueeze(-1)).addcmul_(part, (part_lse - shift).exp().unsqueeze(-1))
     lse.copy_(merged)
-
-
-def _spread(k: Tensor, q: Tensor) -> Tensor:
-    """Grouped queries: heads of k repeated, after it has been received."""
-    return repeat_heads(k, q, "Softmax")
-
-
-def _fold(x: Tensor, like: Tensor) -> Tensor:
-    """The transpose of `_spread` and of broadcasting: sums of x over the axes along which `like` was repeated."""
-    if like.dim() > 2 and like.shape[-3] not in (1, x.shape[-3]):
-        x = x.unflatten(-3, (like.shape[-3], -1)).sum(-3)
-    return x.sum_to_size(like.shape)
 
 
 def _packed(k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:

@@ -134,6 +134,8 @@ class ShardedOperator(AttentionOperator):
     def apply(self, v: Tensor) -> Tensor:
         call, said = self._meet(v)
         operator = self._probed(call, said)
+        if call.ranks.size == 1:
+            return self._build(self.q, self.k, call.key_mask).apply(v)
         if operator is None or self.builder.exchange == "heads" or self._heads_are_cheaper(operator, call, v):
             return self._by_heads(call, v)
         if self.builder.exchange == "ring" and not isinstance(operator, Softmax):
@@ -243,13 +245,7 @@ class ShardedOperator(AttentionOperator):
         size, heads = call.ranks.size, torch.broadcast_shapes(self.shape[:-2], v.shape[:-2])[-1:].numel()
         held = list(tensors_in(operator))
         reads = any(x.is_meta and x.dtype.is_floating_point for x in held)
-        if (
-            size == 1
-            or self.builder.exchange == "ring"
-            or heads % size
-            or not reads
-            or not all(x.is_meta for x in held)
-        ):
+        if self.builder.exchange == "ring" or heads % size or not reads or not all(x.is_meta for x in held):
             return False
         own, by_heads = (formula(operator, v.shape[-1], size).received(size) for formula in (traffic, head_traffic))
         return own > by_heads

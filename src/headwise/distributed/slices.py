@@ -102,6 +102,10 @@ class Slices:
         return x.index_select(dim, order.to(x.device))
 
 
+MANY_RUNS = 64
+"""From so many runs of rows on, gathering row by row costs less than a copy of each run."""
+
+
 def fetch(tensors: Sequence[Tensor], held: Slices, wanted: Callable[[int], Tensor], ranks: Ranks) -> list[Tensor]:
     """Rows at the positions wanted(rank), which every rank knows of every other, of tensors (*batch, n, c).
 
@@ -118,18 +122,28 @@ def fetch(tensors: Sequence[Tensor], held: Slices, wanted: Callable[[int], Tenso
     for rank in range(ranks.size):
         owner, row = held.locate(wanted(rank) if rank != ranks.rank else own[:0])
         sent.append(row[owner == ranks.rank])
-    device = tensors[0].device
     dtype = tensors[0].dtype
     tensors = [x.to(torch.promote_types(dtype, torch.float32)) if x.is_floating_point() else x for x in tensors]
-    given = [x.index_select(-2, torch.cat(sent).to(device)).to(dtype).movedim(-2, 0) for x in tensors]
+    given = [_rows(torch.cat(sent), x).to(dtype).movedim(-2, 0) for x in tensors]
     sizes = [x.shape[1:].numel() for x in given]
     flat = torch.cat([x.reshape(x.shape[0], size) for x, size in zip(given, sizes, strict=True)], dim=1)
     parts = exchange(flat, [len(row) for row in sent], receive, ranks).split(sizes, dim=1)
     got = [y.reshape(y.shape[0], *x.shape[1:]).movedim(0, -2) for x, y in zip(given, parts, strict=True)]
-    index = rows.to(device)
-    return [
-        torch.cat([x, y.to(x)], dim=-2).index_select(-2, index).to(dtype) for x, y in zip(tensors, got, strict=True)
-    ]
+    return [tied(_rows(rows, x, y.to(x)).to(dtype), y) for x, y in zip(tensors, got, strict=True)]
+
+
+def _rows(index: Tensor, *tensors: Tensor) -> Tensor:
+    """Rows of the tensors (*batch, n, c), one behind the other: runs of neighbours are copied whole, or not at all."""
+    starts = torch.tensor([0, *(x.shape[-2] for x in tensors)]).cumsum(0)
+    ends = (index.diff() != 1) | torch.isin(index[1:], starts)
+    if int(ends.sum()) >= MANY_RUNS:
+        return torch.cat(tensors, dim=-2).index_select(-2, index.to(tensors[0].device))
+    parts = []
+    for run in index.tensor_split((ends.nonzero().flatten() + 1).tolist()):
+        first = int(run[0]) if len(run) else 0
+        held = int(torch.searchsorted(starts, first, right=True)) - 1 if len(run) else 0
+        parts.append(tensors[held].narrow(-2, first - int(starts[held]), len(run)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 
 def fetch_mask(mask: Tensor | None, held: Slices, wanted: Callable[[int], Tensor], ranks: Ranks) -> Tensor | None:

@@ -69,7 +69,9 @@ PATTERNS = {
     "blocks": KeyPattern(4, 4, leading=1, block=4),
     "long blocks": KeyPattern(0, 33, block=33),
     "summaries": KeyPattern(0, 0, block=6, every=6, last=2),
+    "leading summaries": KeyPattern(0, 0, leading=5, block=6, every=6, last=2),
     "summaries and itself": KeyPattern(0, 0, every=5, last=1),
+    "only leading": KeyPattern(-1, -1, leading=4),
     "strided": KeyPattern(4, 4, stride=4),
     "columns": KeyPattern(-1, -1, stride=9),
 }
@@ -85,8 +87,10 @@ def visible(pattern: KeyPattern, m: int, n: int, causal: bool) -> Tensor:
             begin = pattern.leading + (p - pattern.leading) // pattern.block * pattern.block
             end = begin + pattern.block
         sees = begin - pattern.left <= j < end + pattern.right or j < pattern.leading
-        if pattern.every and j // pattern.every != p // pattern.every and j // pattern.every < n // pattern.every:
-            sees = sees or j % pattern.every >= pattern.every - pattern.last
+        if pattern.every and j >= pattern.leading:
+            block, place = divmod(j - pattern.leading, pattern.every)
+            others = block != (p - pattern.leading) // pattern.every and block < (n - pattern.leading) // pattern.every
+            sees = sees or (others and place >= pattern.every - pattern.last)
         if pattern.stride:
             sees = sees or (p - j) % pattern.stride == 0
         if not causal:

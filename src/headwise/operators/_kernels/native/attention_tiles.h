@@ -34,7 +34,7 @@ inline Lanes<double> exponential(Lanes<double> x) {
 // Query i is at position p = i + n - m.  It attends to
 //   keys p - left .. p + right, or with block > 0 from `left` before its block to `right` after it; blocks begin at `leading`
 //   the first `leading` keys; positions below `leading` attend to all keys
-//   the last `last` keys of every whole block of `every` keys but its own
+//   the last `last` keys of every whole block of `every` keys but its own; these blocks begin at `leading` too
 //   every `stride`-th key counted from its own, outside the band
 //   `slots` keys and values of its block that are given beside k and v
 // and in a causal call to none later than p.
@@ -474,9 +474,10 @@ class Tile {
       run(least, most, INSIDE);
     }
     if (p.every) {
-      const int64_t own = first / p.every;
-      for (int64_t block = 0; block < (s.causal ? own : s.n / p.every); block++) {
-        if (block != own) run((block + 1) * p.every - p.last, (block + 1) * p.every, ALL);
+      const int64_t own = (first - p.leading) / p.every;
+      for (int64_t block = 0; block < (s.causal ? own : (s.n - p.leading) / p.every); block++) {
+        const int64_t end = p.leading + (block + 1) * p.every;
+        if (block != own) run(end - p.last, end, ALL);
       }
     }
     if (p.slots && first >= p.leading) {
@@ -658,7 +659,7 @@ Inputs<T> inputs_of(const Arguments& a, at::IntArrayRef numbers, double scale) {
     TORCH_CHECK(
         p.leading >= 0 && p.leading <= s.n && p.block >= 0 && p.every >= 0 && p.last >= 0 && p.last <= std::max<int64_t>(p.every, 0) &&
             p.stride >= 0 && p.slots >= 0 && p.slots <= s.slots && (!p.block || !p.every || p.block == p.every) &&
-            (!p.every || !p.leading) && (!p.stride || (s.m == s.n && !p.leading && !p.block)) &&
+            (!p.stride || (s.m == s.n && !p.leading && !p.block)) &&
             (!p.slots || (p.block && s.blocks * p.block >= s.n - p.leading)),
         "sparse_attention: the pattern ", at::IntArrayRef(x, FIELDS), " of head ", h, " is not one");
     in.patterns.push_back(p);
