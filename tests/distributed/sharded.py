@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,8 @@ from headwise.operators import (
     window_low_rank,
     window_low_rank_blocks,
 )
+from headwise.operators._kernels import native
+from headwise.operators._kernels.key_patterns import PatternAttention
 from headwise.operators.linear.projections import convolution, count_sketch, dense, hadamard, identity, pooling
 
 Inputs = dict[str, Tensor]
@@ -301,6 +304,20 @@ def differences(setting: Setting) -> dict[str, float]:
             ratio = _difference(x, cut(name, exact[name])) / allowed
         worst[name] = ratio
     return worst
+
+
+def differences_with_kernels(setting: Setting, cache: str) -> tuple[dict[str, float], int]:
+    """The same with the compiled kernels, and how many calls of theirs were given states of other keys."""
+    os.environ["HEADWISE_CACHE"] = cache
+    extra, forward = [], PatternAttention.forward
+
+    def counted(kernel: PatternAttention, *tensors: Tensor) -> tuple[Tensor, ...]:
+        extra.append(kernel.extra)
+        return forward(kernel, *tensors)
+
+    with native.switched("build"), mock.patch.object(PatternAttention, "forward", counted):
+        assert native.LIBRARY.ready(), native.LIBRARY.reason
+        return differences(setting), extra.count(5)
 
 
 def _mask(setting: Setting, keys: Slices) -> Tensor | None:

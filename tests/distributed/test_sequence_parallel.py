@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.pool import Pool
-from tests.distributed.sharded import SUBJECTS, Setting, differences, products
+from tests.distributed.sharded import SUBJECTS, Setting, differences, differences_with_kernels, products
 
 
 @st.composite
@@ -64,6 +66,26 @@ OFF = [
 @pytest.mark.parametrize("setting", OFF, ids=lambda setting: setting.subject)
 def test_gradients_of_shared_rows_are_rounded_once(four: Pool, setting: Setting) -> None:
     assert_same(four, setting)
+
+
+FAR = [
+    Setting("near_far", (19, 12), values=4),
+    Setting("near_far", (13, 20), causal=True, hidden="some", dtype=torch.float32),
+    Setting("near_far", (12, 17), hidden="of one rank", dtype=torch.bfloat16),
+    Setting("near_far, leading", (15, 9), zigzag=True, hidden="of one text"),
+    Setting("near_far, leading", (1, 30), causal=True, zigzag=True),
+    Setting("near_far, leading", (14, 15), causal=True, batch=(4,)),
+]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("setting", FAR, ids=str)
+def test_the_kernels_add_the_states_of_other_ranks(two: Pool, kernel_cache: Path, setting: Setting) -> None:
+    found = two.run(differences_with_kernels, setting, str(kernel_cache))
+    assert any(calls for _, calls in found), "no kernel was given the states of other ranks"
+    for rank, (worst, _) in enumerate(found):
+        for name, ratio in worst.items():
+            assert ratio <= 1, f"rank {rank}: {name} is {ratio:.3g} tolerances from that of one process"
 
 
 @pytest.mark.parametrize("subject", ["softmax", "window", "efficient", "kronecker"])
