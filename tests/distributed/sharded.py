@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,6 @@ from headwise.operators import (
     window_low_rank_blocks,
 )
 from headwise.operators._kernels import native
-from headwise.operators._kernels.key_patterns import PatternAttention
 from headwise.operators.linear.projections import convolution, count_sketch, dense, hadamard, identity, pooling
 
 Inputs = dict[str, Tensor]
@@ -241,8 +239,10 @@ class Setting:
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 
 
-def differences(setting: Setting) -> dict[str, float]:
+def differences(setting: Setting, kernel_cache: str | None = None) -> dict[str, float]:
     """Rows and gradients of this rank beside those of one process: differences over the largest entry and TOLERANCE.
+
+    With a `kernel_cache` the slices are computed by the compiled kernels, and one process by torch's operations.
 
     Where one process errs by more than the tolerance in its own precision (torch's fused kernel does), the slices may
     err twice as much, both measured against one process in float64.
@@ -282,8 +282,12 @@ def differences(setting: Setting) -> dict[str, float]:
     build = partial(_call, subject, keys.n, learned)
     sharded = sequence_parallel(build, zigzag=setting.zigzag, exchange=setting.exchange)
     own_mask = {} if mask is None else {"key_mask": keys.cut(mask, rank, dim=-1)}
-    out = sharded(leaves["q"], leaves["k"], **masks, **own_mask)(leaves["v"])
-    out.backward(queries.cut(pull, rank))
+    if kernel_cache is not None:
+        os.environ["HEADWISE_CACHE"] = kernel_cache
+    with native.switched("off" if kernel_cache is None else "build"):
+        assert kernel_cache is None or native.LIBRARY.ready(), native.LIBRARY.reason
+        out = sharded(leaves["q"], leaves["k"], **masks, **own_mask)(leaves["v"])
+        out.backward(queries.cut(pull, rank))
     found = {"out": out.detach(), **{name: _gradient(x) for name, x in leaves.items()}}
     sizes: Inputs = {}
     for name, x in learned.items():
@@ -292,7 +296,8 @@ def differences(setting: Setting) -> dict[str, float]:
         dist.all_reduce(sizes[name])
         dist.all_reduce(found[name])
 
-    same, exact = one_process(setting.dtype), one_process(torch.float64)
+    with native.switched("off"):
+        same, exact = one_process(setting.dtype), one_process(torch.float64)
     tolerance, worst = TOLERANCE[setting.dtype], {}
     for name, x in found.items():
         scale = max(1.0, float(exact[name].abs().amax()), float(sizes.get(name, 0)))
@@ -304,20 +309,6 @@ def differences(setting: Setting) -> dict[str, float]:
             ratio = _difference(x, cut(name, exact[name])) / allowed
         worst[name] = ratio
     return worst
-
-
-def differences_with_kernels(setting: Setting, cache: str) -> tuple[dict[str, float], int]:
-    """The same with the compiled kernels, and how many calls of theirs were given states of other keys."""
-    os.environ["HEADWISE_CACHE"] = cache
-    extra, forward = [], PatternAttention.forward
-
-    def counted(kernel: PatternAttention, *tensors: Tensor) -> tuple[Tensor, ...]:
-        extra.append(kernel.extra)
-        return forward(kernel, *tensors)
-
-    with native.switched("build"), mock.patch.object(PatternAttention, "forward", counted):
-        assert native.LIBRARY.ready(), native.LIBRARY.reason
-        return differences(setting), extra.count(5)
 
 
 def _mask(setting: Setting, keys: Slices) -> Tensor | None:

@@ -128,9 +128,6 @@ def fetch(tensors: Sequence[Tensor], held: Slices, wanted: Callable[[int], Tenso
     flat = torch.cat([x.reshape(x.shape[0], size) for x, size in zip(given, sizes, strict=True)], dim=1)
     parts = exchange(flat, [len(row) for row in sent], receive, ranks).split(sizes, dim=1)
     got = [y.reshape(y.shape[0], *x.shape[1:]).movedim(0, -2) for x, y in zip(given, parts, strict=True)]
-    if len(elsewhere) == len(own):  # without a copy of all rows that this rank holds
-        index = (rows - n).to(device)
-        return [y.to(x).index_select(-2, index).to(dtype) for x, y in zip(tensors, got, strict=True)]
     index = rows.to(device)
     return [
         torch.cat([x, y.to(x)], dim=-2).index_select(-2, index).to(dtype) for x, y in zip(tensors, got, strict=True)
