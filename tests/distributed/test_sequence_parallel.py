@@ -85,6 +85,22 @@ def test_gradients_of_shared_rows_are_rounded_once(four: Pool, setting: Setting)
     assert_same(four, setting)
 
 
+FAR = [
+    Setting("near_far", (19, 12), values=4),
+    Setting("near_far", (13, 20), causal=True, hidden="some", dtype=torch.float32),
+    Setting("near_far", (12, 17), hidden="of one rank", dtype=torch.bfloat16),
+    Setting("near_far, leading", (15, 9), zigzag=True, hidden="of one text"),
+    Setting("near_far, leading", (1, 30), causal=True, zigzag=True),
+    Setting("near_far, leading", (14, 15), causal=True, batch=(4,)),
+]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("setting", FAR, ids=lambda setting: setting.subject)
+def test_the_kernels_add_the_states_of_other_ranks(two: Pool, kernel_cache: Path, setting: Setting) -> None:
+    assert_same(two, setting, kernel_cache)
+
+
 @pytest.mark.parametrize("subject", ["softmax", "window", "efficient", "kronecker"])
 def test_the_adjoint_is_the_transpose(two: Pool, subject: str) -> None:
     forth, back = (sum(parts) for parts in zip(*two.run(products, subject, (5, 7)), strict=True))

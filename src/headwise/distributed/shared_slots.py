@@ -204,9 +204,13 @@ class _Parts:
                 continue
             # rows before the first slot belong to none
             rows = rows[..., max(0, first * self.stride - start) :, :]
-            rows = filled(rows, (0, 0, max(0, start - first * self.stride), 0))
-            weights = x.new_ones(self.width) if weight is None else weight
-            found.append(Convolution(rows.shape[-2], self.stride, weights).apply(rows)[..., : last - first, :])
+            before, slots = max(0, start - first * self.stride), last - first
+            if weight is None:  # side by side
+                rows = filled(rows, (0, 0, before, slots * self.width - before - rows.shape[-2]))
+                found.append(rows.unflatten(-2, (slots, self.width)).sum(-2))
+            else:
+                rows = filled(rows, (0, 0, before, 0))
+                found.append(Convolution(rows.shape[-2], self.stride, weight).apply(rows)[..., :slots, :])
         return torch.cat(found, dim=-2)
 
 

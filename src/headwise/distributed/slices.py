@@ -70,7 +70,9 @@ class Slices:
 
     def split(self, x: Tensor, rank: int, dim: int = -2) -> tuple[Tensor, ...]:
         """x (*batch, lengths[rank], c) cut into the rank's segments."""
-        return x.split([stop - start for start, stop in self.segments(rank)], dim=dim)
+        segments = self.segments(rank)
+        # one part is x itself: the gradient of a split would be a copy
+        return x.split([stop - start for start, stop in segments], dim=dim) if len(segments) > 1 else (x,)
 
     def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The rank that holds each position, and the row at which it does."""

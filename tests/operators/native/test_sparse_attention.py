@@ -16,7 +16,9 @@ from headwise.errors import NonFiniteError
 from headwise.operators import fixed, hashed, near_far, softmax, strided, window
 from headwise.operators._kernels import native
 from headwise.operators._kernels.key_patterns import KeyPattern, PatternAttention, attend
+from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.linear.near_far import NearFar
+from headwise.operators.masks import Mask
 from headwise.operators.sparse.fixed import Fixed
 from headwise.operators.sparse.hashed import Hashed
 from headwise.operators.sparse.strided import Strided
@@ -248,6 +250,62 @@ def test_far_blocks_of_very_different_sizes() -> None:
     with native.switched("off"):
         expected = near_far(*(x.double() for x in (q, k, a, b, c)), **options)(v.double())
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("leading", [0, 3])
+def test_states_of_keys_that_are_not_there(causal: bool, leading: int) -> None:
+    """Rows of a long sequence, from the leading and the near keys and the states of all others: two derivatives."""
+    n, block, first, last = 43, 4, leading + 18, leading + 25
+    begin, end = leading + 12, last if causal else leading + 32  # blocks 3 to 7, of which 4 to 6 have queries
+    shapes = ((2, 3, n, 5), (2, 3, n, 5), (2, 3, n, 4), (3, 2, 5), (3, 2, 5), (3, 2))
+    leaves = [normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    visible = torch.arange(n).expand(2, 1, n) % 5 != 2
+
+    def whole(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        options: dict[str, Any] = {"block": block, "leading": leading, "causal": causal, "key_mask": visible}
+        return near_far(q, k, a, b, c, **options)(v)[..., first:last, :]
+
+    def cut(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        positions = torch.arange(n)
+        inside = (positions < leading) | ((positions >= begin) & (positions < end))
+        far = (~inside & (positions < begin)) if causal else ~inside
+        scores = (5**-0.5 * b @ k[..., far, :].mT).masked_fill(~visible[..., None, far], -math.inf)
+        states = scores.logsumexp(-1), scores.softmax(-1) @ v[..., far, :]
+        mask = Mask(end - first, int(inside.sum()), causal, visible[..., inside])
+        qk = QueriesKeys(q[..., first:end, :], mask.hide(k[..., inside, :]), 5**-0.5, mask)
+        local = NearFar(qk, a, b, c, block, leading)
+        return local.last_rows(v[..., inside, :], states)[..., : last - first, :]
+
+    def derivatives(rows: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        out = rows(*leaves)
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return out, *first, *torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+
+    actual, without_kernels = derivatives(cut), None
+    with native.switched("off"):
+        expected, without_kernels = derivatives(whole), derivatives(cut)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(without_kernels, expected)
+
+
+def test_states_of_masked_keys_count_for_nothing(calls: list[int]) -> None:
+    """lse = -inf, as where all further keys are masked, and queries without any key: finite, with finite gradients."""
+    q, k, v, a, b, c = leaves = [
+        normal(1, 2, *shape, seed=len(shape)).requires_grad_() for shape in [(9, 4)] * 3 + [(2, 4)] * 2 + [(2,)]
+    ]
+    mask = Mask(9, 9, False, torch.arange(9).expand(1, 2, 9) >= 9)
+    states = (
+        torch.full((1, 2, 2), -math.inf, dtype=q.dtype).requires_grad_(),
+        normal(1, 2, 2, 4, seed=9).requires_grad_(),
+    )
+    for mode in ("build", "off"):
+        with native.switched(mode):
+            out = NearFar(QueriesKeys(q, k, 0.5, mask), a, b, c, 2, 0).last_rows(v, states)
+            assert (out == 0).all()
+            for gradient in torch.autograd.grad(out.sum(), [*leaves, *states]):
+                assert (gradient == 0).all()
+    assert len(calls) == 1
 
 
 # ---- second derivatives, other transformations, checks of torch ----

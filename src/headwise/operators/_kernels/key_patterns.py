@@ -31,6 +31,9 @@ UNBOUNDED = 1 << 40
 Features = tuple[Tensor, Tensor, Tensor]
 """a, b (b, h, r, k) and c (b, h, r) of `near_far`; of heads with fewer than r features the first ones count."""
 
+States = tuple[Tensor, Tensor]
+"""Log-sum-exp (b, h, r) of the scores s b_t . k_j of some keys, and the mean (b, h, r, d) of their values."""
+
 
 class KeyPattern(NamedTuple):
     """The keys of the query at position p (the last query is at the last key); in a causal call, those up to p.
@@ -74,15 +77,18 @@ def attend(
     causal: bool = False,
     key_mask: Tensor | None = None,
     features: Features | None = None,
+    beyond: States | None = None,
     plain: Callable[..., Tensor],
 ) -> Tensor:
     """P v (b, h, m, d), laid out (b, m, h, d), for q (b, h, m, k), k (b, g, n, k) and v (b, g, n, d), g dividing h.
 
     key_mask  boolean (b, h, n), True = attend; what masked keys hold is never read
-    plain     (q, k, v, *features, key_mask) -> the same, differentiable any number of times
+    beyond    with features: states of keys that are not in k and far from all queries
+    plain     (q, k, v, *features, *beyond, key_mask) -> the same, differentiable any number of times
     """
-    call = PatternAttention(tuple(patterns), scale, causal, features is not None, plain)
-    tensors = (q, k, v, *(features or ()), *(() if key_mask is None else (key_mask,)))
+    extra = (*(features or ()), *(beyond or ()))
+    call = PatternAttention(tuple(patterns), scale, causal, len(extra), plain)
+    tensors = (q, k, v, *extra, *(() if key_mask is None else (key_mask,)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return autograd_functions.run(call, *tensors)
     return call.forward(*tensors)[0]
@@ -99,7 +105,7 @@ def adjoint(
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """P^T u (b, h, n, d) for u (b, h, m, d), without a graph: the gradient with respect to values that are zero."""
-    call = PatternAttention(tuple(patterns), scale, causal, False, _not_differentiable)
+    call = PatternAttention(tuple(patterns), scale, causal, 0, _not_differentiable)
     mask = () if key_mask is None else (key_mask,)
     zeros = u.new_zeros(()).expand(*k.shape[:-1], u.shape[-1])
     _, top, total, *_ = call.forward(q, k, zeros[..., :1], *mask)
@@ -107,10 +113,22 @@ def adjoint(
     return call.pull(u, q, k, zeros, *mask, *autograd_functions.rounded(zero, u, top, total))[2]
 
 
+def joined(masses: Tensor, means: Tensor, lse: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """`States` (*batch, blocks, r) and (*batch, blocks, r, d) of blocks, each with (*batch, r) and (*batch, r, d)."""
+    lse, mean = lse.unsqueeze(-2), mean.unsqueeze(-3)
+    top = torch.maximum(masses, lse).detach()
+    top = top.masked_fill(top == -math.inf, 0)
+    own, other = (masses - top).exp(), (lse - top).exp()
+    empty = own + other == 0
+    total = (own + other).masked_fill(empty, 1)
+    share = (own / total).unsqueeze(-1), (other / total).unsqueeze(-1)
+    return (total.log() + top).masked_fill(empty, -math.inf), share[0] * means + share[1] * mean
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class PatternAttention:
-    """A kernel of `autograd_functions`: tensors are q, k, v, with features a, b, c, and the mask if there is one.
+    """A kernel of `autograd_functions`: tensors are q, k, v, then a, b, c, then `States`, and the mask if there is one.
 
     What is far from a block is one more key a_t with the score bias c_t + mass_t and the value mean_t for each feature.
     """
@@ -118,36 +136,37 @@ class PatternAttention:
     patterns: tuple[KeyPattern, ...]
     scale: float
     causal: bool
-    features: bool
+    extra: int  # tensors of features and states: 0, 3 or 5
     plain: Callable[..., Tensor]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """P v, the maximum and the sum of every row, and with features their biases and means."""
-        (q, k, v), features, key_mask = self._split(tensors)
-        if features is None:
+        """P v, the maximum and the sum of every row, and with features the states of the far keys among k."""
+        (q, k, v), features, beyond, key_mask = self._split(tensors)
+        if not features:
             found = torch.ops.headwise.sparse_attention(q, k, v, key_mask, None, None, None, *self._numbers)
             return autograd_functions.rounded(found[0], v, *found[1:])
         a, b, c = features
-        masses, means = torch.ops.headwise.far_sums(k, v, b, key_mask, *self._far_numbers)
+        states = torch.ops.headwise.far_sums(k, v, b, key_mask, *self._far_numbers)
+        masses, means = joined(*states, *beyond) if beyond else states
         bias = masses + c.unsqueeze(-2)
         out, *sums = torch.ops.headwise.sparse_attention(q, k, v, key_mask, a, bias, means, *self._numbers)
-        return autograd_functions.rounded(out, v, *sums, bias, means)
+        return autograd_functions.rounded(out, v, *sums, *states)
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs, out, (top, total, *sums) = autograd_functions.unrounded(tensors, tensors[2], 4 if self.features else 2)
-        (q, k, v), features, key_mask = self._split(inputs)
+        inputs, out, (top, total, *states) = autograd_functions.unrounded(tensors, tensors[2], 4 if self.extra else 2)
+        (q, k, v), features, beyond, key_mask = self._split(inputs)
         backward = torch.ops.headwise.sparse_attention_backward
-        if features is None:
+        if not features:
             return backward(pull, q, k, v, key_mask, None, None, None, out, top, total, *self._numbers)[:3]
         a, b, c = features
-        bias, means = sums
-        dq, dk, dv, da, dbias, dmeans = backward(
-            pull, q, k, v, key_mask, a, bias, means, out, top, total, *self._numbers
-        )
+        (masses, means), back = torch.func.vjp(joined, *states, *beyond)[:2] if beyond else (states, tuple)
+        bias = masses + c.unsqueeze(-2)
+        dq, dk, dv, da, *dstates = backward(pull, q, k, v, key_mask, a, bias, means, out, top, total, *self._numbers)
+        dmasses, dmeans, *dbeyond = back(tuple(dstates))
         far_k, far_v, db = torch.ops.headwise.far_sums_backward(
-            dbias, dmeans, k, v, b, key_mask, bias - c.unsqueeze(-2), means, *self._far_numbers
+            dmasses, dmeans, k, v, b, key_mask, *states, *self._far_numbers
         )
-        return dq, dk + far_k, dv + far_v, da, db, dbias.sum(-2).to(c.dtype)
+        return dq, dk.add_(far_k), dv.add_(far_v), da, db, dstates[0].sum(-2).to(c.dtype), *dbeyond
 
     @property
     def _numbers(self) -> tuple[list[int], float, bool]:
@@ -158,10 +177,11 @@ class PatternAttention:
         patterns = (pattern if pattern.features else KeyPattern() for pattern in self.patterns)
         return [x for pattern in patterns for x in pattern], self.scale, self.causal
 
-    def _split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor] | None, Tensor | None]:
-        floating = 6 if self.features else 3
+    def _split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Any]:
+        """(q, k, v), the features, the states, and the mask or None."""
+        floating = 3 + self.extra
         key_mask = tensors[floating] if len(tensors) > floating else None
-        return tensors[:3], tensors[3:6] if self.features else None, key_mask
+        return tensors[:3], tensors[3 : min(floating, 6)], tensors[6:floating], key_mask
 
 
 def _not_differentiable(*tensors: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators._kernels import key_patterns, limits
-from headwise.operators._kernels.key_patterns import KeyPattern, two_batch_axes
+from headwise.operators._kernels.key_patterns import KeyPattern, States, two_batch_axes
 from headwise.operators._kernels.prefix_sums import blocked
 from headwise.operators._kernels.queries_keys import QueriesKeys
 from headwise.operators.base import AttentionOperator
@@ -73,12 +73,28 @@ class NearFar(AttentionOperator):
         return weights_claim(stochastic=nonempty, causal=self.causal)
 
     def apply(self, v: Tensor) -> Tensor:
+        return self.last_rows(v)
+
+    def last_rows(self, v: Tensor, beyond: States | None = None) -> Tensor:
+        """P v for the queries that there are, the last one at the last key.
+
+        beyond  `States` of keys that are not in k and far from all queries, which are then not leading
+        """
         if v.dtype == self.qk.q.dtype and key_patterns.usable(self.qk.q, self.qk.k, v, self.a, self.b, self.c):
-            return self._by_kernel(v)
+            return self._by_kernel(v, beyond)
+        if self.qk.m < self.qk.n:
+            q = F.pad(self.qk.q, (0, 0, self.qk.n - self.qk.m, 0))
+            return replace(self, qk=replace(self.qk, q=q))._in_blocks(v, beyond)[..., -self.qk.m :, :]
+        return self._in_blocks(v, beyond)
+
+    def _in_blocks(self, v: Tensor, beyond: States | None) -> Tensor:
         far, x = self._far(), self.qk.mask.hide(v).to(torch.promote_types(v.dtype, torch.float32))
         q, k = self._blocked(self.qk.q.to(x.dtype)), self._windows(self.qk.k.to(x.dtype), 0.0)
         near, lse = _near(q, k, self._windows(x, 0.0), self._hidden(), self.qk.scale)
-        out = _merged(near, lse, self._others(far, x.dtype), self._beside(self._means(far, x), x))
+        masses, means = far.masses().to(x.dtype), self._means(far, x)
+        if beyond is not None:
+            masses, means = key_patterns.joined(masses, means, *beyond)
+        out = _merged(near, lse, self._others(masses), self._beside(means, x))
         out = out.flatten(-3, -2)[..., : self.qk.n - self.leading, :]
         if not self.leading:
             return out.to(v.dtype)
@@ -87,9 +103,11 @@ class NearFar(AttentionOperator):
         batch = torch.broadcast_shapes(out.shape[:-2], head.shape[:-2])
         return torch.cat([y.expand(*batch, *y.shape[-2:]) for y in (head, out)], dim=-2).to(v.dtype)
 
-    def _by_kernel(self, v: Tensor) -> Tensor:
+    def _by_kernel(self, v: Tensor, beyond: States | None) -> Tensor:
         batch, key_mask = torch.broadcast_shapes(self.shape[:-2], v.shape[:-2]), self.qk.key_mask
         q, k, values, a, b = (two_batch_axes(x, batch) for x in (self.qk.q, self.qk.k, v, self.a, self.b))
+        if beyond is not None:
+            beyond = two_batch_axes(beyond[0], batch, trailing=1), two_batch_axes(beyond[1], batch)
         out = key_patterns.attend(
             q,
             k,
@@ -99,21 +117,24 @@ class NearFar(AttentionOperator):
             causal=self.causal,
             key_mask=None if key_mask is None else two_batch_axes(key_mask, batch, trailing=1),
             features=(a, b, two_batch_axes(self.c, batch, trailing=1)),
+            beyond=beyond,
             plain=self._plain,
         )
         return out.reshape(*batch, *out.shape[-2:])
 
-    def _plain(
-        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """What the kernel computes, from torch's operations."""
-        qk = replace(self.qk, q=q, k=k, mask=replace(self.qk.mask, key_mask=key_mask))
-        return replace(self, qk=qk, a=a, b=b, c=c).apply(v)
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor, *others: Tensor) -> Tensor:
+        """What the kernel computes, from torch's operations; `others` are `beyond` and the key mask, where given."""
+        beyond = (others[0], others[1]) if len(others) > 1 else None
+        mask = replace(self.qk.mask, key_mask=next((x for x in others if x.dtype == torch.bool), None))
+        return replace(self, qk=replace(self.qk, q=q, k=k, mask=mask), a=a, b=b, c=c).last_rows(v, beyond)
 
     def adjoint(self, u: Tensor) -> Tensor:
         far, y = self._far(), u.to(torch.promote_types(u.dtype, torch.float32))
         q, k = self._blocked(self.qk.q.to(y.dtype)), self._windows(self.qk.k.to(y.dtype), 0.0)
-        scores = (self.qk.scale * (q @ k.mT)).masked_fill(self._hidden(), -math.inf), self._others(far, y.dtype)
+        scores = (
+            (self.qk.scale * (q @ k.mT)).masked_fill(self._hidden(), -math.inf),
+            self._others(far.masses().to(y.dtype)),
+        )
         batch = torch.broadcast_shapes(*(x.shape[:-1] for x in scores))
         weights = _softmax(torch.cat([x.expand(*batch, x.shape[-1]) for x in scores], dim=-1))
         rows = weights.mT @ self._blocked(y)
@@ -149,9 +170,10 @@ class NearFar(AttentionOperator):
         """Columns of a query: its own block and those beside it, the slots, the leading keys."""
         return (2 if self.causal else 3) * self.block + self.a.shape[-2] + self.leading
 
-    def _others(self, far: Far, dtype: torch.dtype) -> Tensor:
-        """Scores of slots and leading keys: (*batch, blocks, block, r + leading)"""
-        masses = (far.masses().to(dtype) + self.c.to(dtype).unsqueeze(-2)).unsqueeze(-1)
+    def _others(self, masses: Tensor) -> Tensor:
+        """Scores of slots, of masses (*batch, blocks, r), and leading keys: (*batch, blocks, block, r + leading)"""
+        dtype = masses.dtype
+        masses = (masses + self.c.to(dtype).unsqueeze(-2)).unsqueeze(-1)
         a, k = self.a.to(dtype), self.qk.k[..., : self.leading, :].to(dtype)
         batch = torch.broadcast_shapes(a.shape[:-2], k.shape[:-2])
         keys = torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (a, k)], dim=-2)
