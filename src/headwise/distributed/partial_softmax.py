@@ -88,7 +88,7 @@ def fold(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _tiles(q: Tensor, scale: float, causal: bool) -> PatternAttention:
-    return PatternAttention((KeyPattern(),) * q.shape[1], scale, causal, False, _not_again)
+    return PatternAttention((KeyPattern(),) * q.shape[1], scale, causal, 0, _not_again)
 
 
 def _not_again(*tensors: Tensor) -> Tensor:
