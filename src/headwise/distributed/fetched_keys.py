@@ -77,9 +77,11 @@ def _with_global_rows(out: Tensor, operator: Window, call: Call, v: Tensor, ahea
     (q,) = fetch([call.q], call.queries, lambda _: torch.arange(count), call.ranks)
     k = call.hide(repeat_heads(call.k, call.q, "Window"))
     rows = everywhere(q, k, v, operator.union.scale, call.key_mask, call.ranks)
-    positions = call.queries.positions(call.rank).to(v.device)
-    is_global = (positions < count).unsqueeze(-1)
-    return torch.where(is_global, rows.index_select(-2, positions.clamp(max=count - 1)), out)
+    start, stop = call.queries.segments(call.rank)[0]
+    stop = min(stop, count)
+    if start < stop:  # in front of the first segment of this rank
+        out = torch.cat([rows[..., start:stop, :], out[..., stop - start :, :]], dim=-2)
+    return tied(out, rows)
 
 
 @local_rows.register
