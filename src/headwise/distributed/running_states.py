@@ -10,6 +10,8 @@ each rank adds those before its own.  Backward, gradients of states go the same 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,22 +56,19 @@ def _(operator: EfficientCausal, call: Call, v: Tensor) -> Tensor:
     k = call.hide(repeat_heads(call.k, call.q, "EfficientCausal"))
     batch = torch.broadcast_shapes(k.shape[:-2], call.q.shape[:-2], v.shape[:-2])
     q, k, x = (x.to(compute).expand(*batch, *x.shape[-2:]) for x in (call.q, k, call.hide(v)))
-    segments = [call.keys.split(x, call.rank) for x in (q, k, x)]
-    if call.key_mask is None:
-        segments.append((None,) * len(segments[0]))
-    else:
-        segments.append(call.keys.split(call.key_mask.expand(*batch, -1), call.rank, dim=-1))
-    parts = list(zip(*segments, strict=True))
-    wanted = _wanted(call.keys, call.rank)
-    nothing = x.new_zeros(*batch, k.shape[-1], 1 + x.shape[-1])
+    masks: Sequence[Tensor | None] = [None] * len(call.keys.segments(call.rank))
+    if call.key_mask is not None:
+        masks = call.keys.split(call.key_mask.expand(*batch, -1), call.rank, dim=-1)
+    parts = list(zip(*(call.keys.split(y, call.rank) for y in (q, k, x)), masks, strict=True))
+    unread = x.new_zeros(*batch, k.shape[-1], 1 + x.shape[-1])  # the state of the last segment
     states = [
-        key_states(keys, values, mask, scale) if seen else tied(nothing, keys, values)
-        for (_, keys, values, mask), seen in zip(parts, wanted, strict=True)
+        key_states(keys, values, mask, scale) if stop < call.keys.n else tied(unread, keys, values)
+        for (_, keys, values, mask), (_, stop) in zip(parts, call.keys.segments(call.rank), strict=True)
     ]
     states = gathered(torch.stack(states), call.ranks)
     out = [
-        _running_means(*part, states.flatten(0, 1)[index.to(v.device)], scale)
-        for part, index in zip(parts, _earlier(call.keys, call.rank), strict=True)
+        _running_means(rows, keys, values, mask, states.flatten(0, 1)[index.to(v.device)], scale)
+        for (rows, keys, values, mask), index in zip(parts, _earlier(call.keys, call.rank), strict=True)
     ]
     return tied(_joined(out).to(v.dtype), states)
 
@@ -82,7 +81,7 @@ def _running_means(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, before:
     """
     if not v.shape[-2]:
         return v
-    largest_key = k
+    rises = not rises_little(k, scale)
     if len(before):
         lse, width = before[..., 0], k.shape[-1]
         means = (torch.softmax(lse, dim=0).unsqueeze(-1) * before[..., 1:]).sum(0)
@@ -95,7 +94,7 @@ def _running_means(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, before:
         k = torch.cat([(lse.unsqueeze(-2) - others) / scale, k], dim=-2)
         v = torch.cat([means, v], dim=-2)
     operator = EfficientCausal(QueriesKeys(q, k, scale, Mask(q.shape[-2], k.shape[-2], True, mask)))
-    if not rises_little(largest_key, scale):
+    if rises:
         operator.blocks(k.dtype).check("EfficientCausal")
     return operator.apply(v)
 
@@ -170,11 +169,6 @@ def _earlier(held: Slices, rank: int) -> list[Tensor]:
         torch.tensor([i for i, (a, b) in enumerate(segments) if b <= start and b > a], dtype=torch.int64)
         for start, _ in held.segments(rank)
     ]
-
-
-def _wanted(held: Slices, rank: int) -> list[bool]:
-    """For each segment of this rank, whether there is a later one; the state of the last is read by nobody."""
-    return [b > a and b < held.n for a, b in held.segments(rank)]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -53,7 +53,7 @@ def double_softmax_adjoint(qk: QueriesKeys, k: Tensor, u: Tensor, key_mask: Tens
 
 
 def key_states(k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-    """[log sum_j exp(s k_jc), mean_c(v)] for each feature c: (*batch, k, 1 + d) from k (*batch, n, k), v (*batch, n, d).
+    """[log sum_j exp(s k_jc), mean_c(v)] for each feature c: (*batch, k, 1 + d) for k (*batch, n, k), v (*batch, n, d).
 
     At least float32; [limits.HIDDEN, 0] where there is no visible key.
     """
@@ -243,9 +243,9 @@ class CompiledKeyStates:
         q = (torch.eye(k.shape[-1]) * (1000 / self.scale)).expand(*k.shape[:2], -1, -1)
         kept = (state[..., 1:], state[..., 1:], top, total)
         _, dk, dv = CompiledDoubleSoftmax(self.scale).pull(dmeans, q, k, v, *mask, *kept)
-        lse = state[..., :1].mT
+        less = -state[..., :1].mT
         for rows, here in _slices(k):
-            weights = torch.mul(k[..., rows, :], self.scale, out=here).sub_(lse).exp_()
+            weights = torch.add(less, k[..., rows, :], alpha=self.scale, out=here).exp_()
             if mask:
                 weights.masked_fill_(~mask[0][..., rows, None], 0)
             dk[..., rows, :].addcmul_(weights, dlse)
