@@ -238,17 +238,22 @@ class CompiledKeyStates:
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         (k, v, *mask), (state, top, total) = tensors[:-3], tensors[-3:]
-        dlse, dmeans = pull[..., :1].mT * self.scale, pull[..., 1:]
+        dlse, dmeans, means = pull[..., :1], pull[..., 1:], state[..., 1:]
+        # the kernel takes c from the means: of these, c is less by dlse, unless dC is zero
+        squares = dmeans.square().sum(-1, keepdim=True)
+        if large := bool((squares > torch.finfo(squares.dtype).tiny * 1e8).all()):
+            means = means - dlse * (dmeans / squares)
         # queries that are certain of one feature each: then the gradient of the result is that of the means
         q = (torch.eye(k.shape[-1]) * (1000 / self.scale)).expand(*k.shape[:2], -1, -1)
-        kept = (state[..., 1:], state[..., 1:], top, total)
-        _, dk, dv = CompiledDoubleSoftmax(self.scale).pull(dmeans, q, k, v, *mask, *kept)
+        _, dk, dv = CompiledDoubleSoftmax(self.scale).pull(dmeans, q, k, v, *mask, means, means, top, total)
+        if large:
+            return dk, dv
         less = -state[..., :1].mT
         for rows, here in _slices(k):
             weights = torch.add(less, k[..., rows, :], alpha=self.scale, out=here).exp_()
             if mask:
                 weights.masked_fill_(~mask[0][..., rows, None], 0)
-            dk[..., rows, :].addcmul_(weights, dlse)
+            dk[..., rows, :].addcmul_(weights, dlse.mT, value=self.scale)
         return dk, dv
 
     def plain(self, *tensors: Tensor) -> Tensor:
