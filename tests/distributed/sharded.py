@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -309,6 +310,34 @@ def differences(setting: Setting, kernel_cache: str | None = None) -> dict[str, 
             ratio = _difference(x, cut(name, exact[name])) / allowed
         worst[name] = ratio
     return worst
+
+
+def with_kernels(cache: str, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) with the compiled kernels that are in the folder `cache`."""
+    with pytest.MonkeyPatch.context() as patch, native.switched("build"):
+        patch.setenv("HEADWISE_CACHE", cache)
+        assert native.LIBRARY.ready(), native.LIBRARY.reason
+        return function(*args)
+
+
+def second_derivatives(subject: str, lengths: tuple[int, ...], zigzag: bool, causal: bool) -> float:
+    """Gradients of sum cos(u . gradients of sum tanh(P v)) on this rank, less those of one process."""
+    rank, held = dist.get_rank(), Slices(lengths, zigzag)
+    torch.manual_seed(0)
+    drawn, pulls = (torch.randn(3, 2, held.n, 4, dtype=torch.float64).unbind(0) for _ in range(2))
+    build = partial(_call, SUBJECTS[subject], held.n, {})
+    masks = {"causal": True} if causal else {}
+
+    def twice(build: Callable[..., Any], tensors: Sequence[Tensor], pulls: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        q, k, v = leaves = [x.clone().requires_grad_() for x in tensors]
+        loss = build(q, k, **masks)(v).tanh().sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+        total = sum((x.cos() * u).sum() for x, u in zip(first, pulls, strict=True))
+        return torch.autograd.grad(total, leaves, materialize_grads=True)
+
+    own = [[held.cut(x, rank) for x in tensors] for tensors in (drawn, pulls)]
+    found, same = twice(sequence_parallel(build, zigzag=zigzag), *own), twice(build, drawn, pulls)
+    return max(_difference(x, held.cut(y, rank)) for x, y in zip(found, same, strict=True))
 
 
 def _mask(setting: Setting, keys: Slices) -> Tensor | None:

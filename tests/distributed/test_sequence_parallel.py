@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.pool import Pool
-from tests.distributed.sharded import SUBJECTS, Setting, differences, products
+from tests.distributed.sharded import SUBJECTS, Setting, differences, products, second_derivatives, with_kernels
 
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16)
 
@@ -107,6 +107,32 @@ def test_the_kernels_add_the_states_of_other_ranks(two: Pool, kernel_cache: Path
 def test_the_adjoint_is_the_transpose(two: Pool, subject: str) -> None:
     forth, back = (sum(parts) for parts in zip(*two.run(products, subject, (5, 7)), strict=True))
     assert forth == pytest.approx(back, rel=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [(9, 7), (0, 5)], ids=["two slices", "an empty one"])
+@pytest.mark.parametrize("zigzag", [False, True], ids=["contiguous", "zig-zag"])
+@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
+@pytest.mark.parametrize("subject", ["efficient", "dot_product", "uniform"])
+def test_second_derivatives(two: Pool, subject: str, causal: bool, zigzag: bool, lengths: tuple[int, ...]) -> None:
+    assert max(two.run(second_derivatives, subject, lengths, zigzag, causal)) < 1e-12
+
+
+WIDE = {"dtype": torch.float32, "width": 20, "values": 18}
+COMPILED = [
+    Setting("efficient", (70, 83), **WIDE),
+    Setting("efficient", (70, 0), (40, 60), hidden="some", **WIDE),
+    Setting("efficient", (83, 70), hidden="of one text", key_heads=2, **WIDE),
+    Setting("efficient", (150, 83), causal=True, **WIDE),
+    Setting("efficient", (71, 80), zigzag=True, causal=True, hidden="of one rank", key_heads=2, **WIDE),
+    Setting("efficient", (0, 100), causal=True, hidden="some", dtype=torch.bfloat16),
+    Setting("factored, pooling", (70, 83), **WIDE),
+]
+
+
+@pytest.mark.parametrize("setting", COMPILED)
+def test_compiled_kernels_on_slices(two: Pool, kernels: None, kernel_cache: Path, setting: Setting) -> None:
+    for rank, found in enumerate(two.run(with_kernels, str(kernel_cache), differences, setting)):
+        assert max(found.values()) <= 1, f"rank {rank}: {found}"
 
 
 @pytest.mark.slow

@@ -166,7 +166,10 @@ def largest(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def tied(x: Tensor, *others: Tensor) -> Tensor:
-    """x; the gradients of `others` are zeros, so that the collectives they come from run backward on every rank."""
+    """x; the gradients of `others` are zeros, so that the collectives they come from run backward on every rank.
+
+    In derivatives of any order.
+    """
     return _Tie.apply(x, *others)  # type: ignore[return-value]
 
 
@@ -218,5 +221,6 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, ...]:
-        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others]
-        return gradients[0], *zeros
+        one = gradients[0][(slice(1),) * gradients[0].dim()]
+        zero = 0 * one.sum()  # not a constant: second derivatives run backward there too
+        return gradients[0], *(zero.to(device, dtype).expand(shape) for shape, dtype, device in ctx.others)

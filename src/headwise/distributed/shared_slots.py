@@ -23,7 +23,7 @@ from headwise.distributed.exchanges import Call, NoExchange, local_rows
 from headwise.distributed.ring_softmax import everywhere
 from headwise.distributed.running_states import mean_values
 from headwise.distributed.slices import Slices, empty_rows, fetch
-from headwise.operators._kernels.double_softmax import double_softmax
+from headwise.operators._kernels.double_softmax import double_softmax, feature_rows
 from headwise.operators._kernels.queries_keys import QueriesKeys, repeat_heads
 from headwise.operators._kernels.scores import Scores
 from headwise.operators.linear.factored import Factored
@@ -66,8 +66,7 @@ def _(operator: Factored, call: Call, v: Tensor) -> Tensor:
     if f is e and not isinstance(e, (Dense, CountSketch)):
         keys, slots = _own_slots(e, k, call.key_mask, call.keys, call)
         values, _ = _own_slots(e, v, call.key_mask, call.keys, call)
-        means = mean_values(keys, values, scale, slots, call)
-        return (torch.softmax(call.q.to(means.dtype) * scale, dim=-1) @ means).to(v.dtype)
+        return feature_rows(call.q, mean_values(keys, values, scale, slots, call), scale).to(v.dtype)
     keys, visible = _all_slots(e, k, call.key_mask, call.keys, call)
     values, visible_too = _all_slots(f, v, call.key_mask, call.keys, call)
     if visible is not None and visible_too is not None:

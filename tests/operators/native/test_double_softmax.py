@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.operators import efficient, factored
 from headwise.operators._kernels import native
-from headwise.operators._kernels.double_softmax import CompiledDoubleSoftmax
+from headwise.operators._kernels.double_softmax import CompiledDoubleSoftmax, key_states
 from headwise.operators._kernels.prefix_sums import CompiledPrefixSoftmax
 from headwise.operators.linear.efficient import Efficient, EfficientCausal
 from headwise.operators.linear.factored import Factored
@@ -220,3 +220,20 @@ def test_refusals(name: str) -> None:
         operation(q.double(), k.double(), v.double(), None, scale)
     with pytest.raises(RuntimeError, match=f"{name}: key_mask must be boolean"):
         operation(q, k, v, mask[..., :3], scale)
+
+
+@pytest.mark.parametrize("of", ["the log-sum-exp", "the means", "both"])
+@pytest.mark.parametrize("hidden", [False, True], ids=["all keys", "some masked"])
+def test_key_states(kernels: None, of: str, hidden: bool) -> None:
+    """Values and gradients of [lse, C] are those of torch's calls in double precision."""
+    k, v = torch.randn(2, 3, 100, 20), torch.randn(2, 3, 100, 18)
+    mask = torch.rand(2, 1, 100).expand(2, 3, 100) < 0.6 if hidden else None
+    pull = torch.randn(2, 3, 20, 19)
+    pull[..., 0 if of == "the means" else slice(1, None) if of == "the log-sum-exp" else slice(0)] = 0
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in (k, v)]
+        out = key_states(*leaves, mask, 0.3)
+        found.append([out, *torch.autograd.grad(out, leaves, pull.to(dtype))])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-6)
