@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -310,14 +309,6 @@ def differences(setting: Setting, kernel_cache: str | None = None) -> dict[str, 
             ratio = _difference(x, cut(name, exact[name])) / allowed
         worst[name] = ratio
     return worst
-
-
-def with_kernels(cache: str, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) with the compiled kernels that are in the folder `cache`."""
-    with pytest.MonkeyPatch.context() as patch, native.switched("build"):
-        patch.setenv("HEADWISE_CACHE", cache)
-        assert native.LIBRARY.ready(), native.LIBRARY.reason
-        return function(*args)
 
 
 def second_derivatives(subject: str, lengths: tuple[int, ...], zigzag: bool, causal: bool) -> float:

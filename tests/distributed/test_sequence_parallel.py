@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.pool import Pool
-from tests.distributed.sharded import SUBJECTS, Setting, differences, products, second_derivatives, with_kernels
+from tests.distributed.sharded import SUBJECTS, Setting, differences, products, second_derivatives
 
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16)
 
@@ -87,18 +87,26 @@ def test_gradients_of_shared_rows_are_rounded_once(four: Pool, setting: Setting)
     assert_same(four, setting)
 
 
-FAR = [
+WIDE = {"dtype": torch.float32, "width": 20, "values": 18}
+WITH_STATES = [
     Setting("near_far", (19, 12), values=4),
     Setting("near_far", (13, 20), causal=True, hidden="some", dtype=torch.float32),
     Setting("near_far", (12, 17), hidden="of one rank", dtype=torch.bfloat16),
     Setting("near_far, leading", (15, 9), zigzag=True, hidden="of one text"),
     Setting("near_far, leading", (1, 30), causal=True, zigzag=True),
     Setting("near_far, leading", (14, 15), causal=True, batch=(4,)),
+    Setting("efficient", (70, 83), **WIDE),
+    Setting("efficient", (70, 0), (40, 60), hidden="some", **WIDE),
+    Setting("efficient", (83, 70), hidden="of one text", key_heads=2, **WIDE),
+    Setting("efficient", (150, 83), causal=True, **WIDE),
+    Setting("efficient", (71, 80), zigzag=True, causal=True, hidden="of one rank", key_heads=2, **WIDE),
+    Setting("efficient", (0, 100), causal=True, hidden="some", dtype=torch.bfloat16),
+    Setting("factored, pooling", (70, 83), **WIDE),
 ]
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("setting", FAR, ids=lambda setting: setting.subject)
+@pytest.mark.parametrize("setting", WITH_STATES, ids=lambda setting: setting.subject)
 def test_the_kernels_add_the_states_of_other_ranks(two: Pool, kernel_cache: Path, setting: Setting) -> None:
     assert_same(two, setting, kernel_cache)
 
@@ -115,24 +123,6 @@ def test_the_adjoint_is_the_transpose(two: Pool, subject: str) -> None:
 @pytest.mark.parametrize("subject", ["efficient", "dot_product", "uniform"])
 def test_second_derivatives(two: Pool, subject: str, causal: bool, zigzag: bool, lengths: tuple[int, ...]) -> None:
     assert max(two.run(second_derivatives, subject, lengths, zigzag, causal)) < 1e-12
-
-
-WIDE = {"dtype": torch.float32, "width": 20, "values": 18}
-COMPILED = [
-    Setting("efficient", (70, 83), **WIDE),
-    Setting("efficient", (70, 0), (40, 60), hidden="some", **WIDE),
-    Setting("efficient", (83, 70), hidden="of one text", key_heads=2, **WIDE),
-    Setting("efficient", (150, 83), causal=True, **WIDE),
-    Setting("efficient", (71, 80), zigzag=True, causal=True, hidden="of one rank", key_heads=2, **WIDE),
-    Setting("efficient", (0, 100), causal=True, hidden="some", dtype=torch.bfloat16),
-    Setting("factored, pooling", (70, 83), **WIDE),
-]
-
-
-@pytest.mark.parametrize("setting", COMPILED)
-def test_compiled_kernels_on_slices(two: Pool, kernels: None, kernel_cache: Path, setting: Setting) -> None:
-    for rank, found in enumerate(two.run(with_kernels, str(kernel_cache), differences, setting)):
-        assert max(found.values()) <= 1, f"rank {rank}: {found}"
 
 
 @pytest.mark.slow
