@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -137,15 +137,33 @@ def fetch(tensors: Sequence[Tensor], held: Slices, wanted: Callable[[int], Tenso
 def _rows(index: Tensor, *tensors: Tensor) -> Tensor:
     """Rows of the tensors (*batch, n, c), one behind the other: runs of neighbours are copied whole, or not at all."""
     starts = torch.tensor([0, *(x.shape[-2] for x in tensors)]).cumsum(0)
-    ends = (index.diff() != 1) | torch.isin(index[1:], starts)
-    if int(ends.sum()) >= MANY_RUNS:
+    first = torch.cat([index[:1] >= 0, (index.diff() != 1) | torch.isin(index[1:], starts)]).nonzero().flatten()
+    if len(first) >= MANY_RUNS:
         return torch.cat(tensors, dim=-2).index_select(-2, index.to(tensors[0].device))
-    parts = []
-    for run in index.tensor_split((ends.nonzero().flatten() + 1).tolist()):
-        first = int(run[0]) if len(run) else 0
-        held = int(torch.searchsorted(starts, first, right=True)) - 1 if len(run) else 0
-        parts.append(tensors[held].narrow(-2, first - int(starts[held]), len(run)))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+    held = torch.searchsorted(starts, index[first], right=True) - 1
+    lengths = torch.cat([first, first.new_tensor([len(index)])]).diff()
+    runs = list(zip(held.tolist(), (index[first] - starts[held]).tolist(), lengths.tolist(), strict=True))
+    if len(runs) == 1 and runs[0][1:] == (0, tensors[runs[0][0]].shape[-2]):
+        return tensors[runs[0][0]]
+    return _Runs.apply(runs, *tensors)  # type: ignore[return-value]
+
+
+class _Runs(torch.autograd.Function):
+    """Some rows of tensors, as runs (tensor, start, length): the gradient of each tensor is made once."""
+
+    @staticmethod
+    def forward(ctx: Any, runs: Sequence[tuple[int, int, int]], *tensors: Tensor) -> Tensor:
+        ctx.runs, ctx.shapes = runs, [x.shape for x in tensors]
+        parts = [tensors[held].narrow(-2, start, length) for held, start, length in runs]
+        return torch.cat(parts, dim=-2) if parts else tensors[0].narrow(-2, 0, 0).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        found, row = [gradients[0].new_zeros(shape) for shape in ctx.shapes], 0
+        for held, start, length in ctx.runs:
+            found[held].narrow(-2, start, length).add_(gradients[0].narrow(-2, row, length))
+            row += length
+        return None, *found
 
 
 def fetch_mask(mask: Tensor | None, held: Slices, wanted: Callable[[int], Tensor], ranks: Ranks) -> Tensor | None:
