@@ -58,7 +58,14 @@ def test_one_result_and_one_page(tmp_path: Path) -> None:
     assert (code, said) == (0, [])
     assert json.loads(printed)["inputs"]["texts"] == 4
     assert list(out.glob("*.html"))
-    code, printed, said = ended([*EXAMINE, "-o", str(out)])  # it exists
+
+
+@pytest.mark.slow
+def test_an_existing_directory_is_said_once(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    out.mkdir()
+    (out / "report.json").touch()
+    code, printed, said = ended([*EXAMINE, "-o", str(out)])
     assert (code, len(said), printed) == (1, 1, ""), said
     assert str(out) in said[0]
 

@@ -7,10 +7,9 @@ long (measuring, fitting, training, timing, exporting) is replaced by results ma
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from headwise.bench.sharded_runs import run_sharded
 from headwise.cli.main import COMMANDS, main
 from headwise.cli.options import Parser
 from headwise.examination import examine
 from headwise.models.fingerprint import weights_hash
 from headwise.replacement import Choice, Plan, PlanPoint
+from tests.bench.test_sharded_cost import canned
 from tests.hostile.counting import count, hostile
 from tests.models.tiny_models import ALL
 from tests.replacement.plans import describe
@@ -252,7 +251,7 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
         "torch.export.save": None,
     }.items():
         put(name, lambda *args, result=result, **options: result)
-    put("headwise.bench.sharded_runs.run_sharded", sharded_once)
+    put("headwise.bench.sharded_runs.run_sharded", canned)
     record = BuildRecord("g++", "g++ 12", 1.0, "now", None, "g++ ended with 1: it printed nothing")
     put("headwise.operators._kernels.native.kernel_build.build", lambda **options: record)
     put("headwise.cli.widths.grow_command._draw_widths", lambda path, snapshots: path.touch())
@@ -262,19 +261,6 @@ def replace_long_functions(results: dict[str, Any], put: Callable[..., None]) ->
         "headwise.bench.scaling_figure.draw_scaling",
     ):
         put(name, lambda *args: Path(args[-1]).touch())
-
-
-def sharded_once(make: Callable[[], Any], size: int, names: Sequence[str] | None, **settings: Any) -> dict[str, Any]:
-    """One operator, measured once, in the place of every one."""
-    found, cases = sharded_run(make, size), make()
-    about = {name: x for name, x in found.items() if name not in cases}
-    (measured,) = (x for name, x in found.items() if name in cases)
-    return about | dict.fromkeys(names or cases, measured)
-
-
-@functools.cache
-def sharded_run(make: Callable[[], Any], size: int) -> dict[str, Any]:
-    return run_sharded(make, size, repeats=1, shrink=16, names=[next(iter(make()))])
 
 
 FOUND = {
