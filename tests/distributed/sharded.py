@@ -105,6 +105,8 @@ SUBJECTS: dict[str, Subject] = {
     "fixed, two summaries": Subject(_plain(fixed, block=4, summaries=2), at_least=4),
     "fixed_steps": Subject(_plain(fixed_steps, block=3), at_least=3),
     "strided": Subject(_plain(strided, stride=3), at_least=3),
+    "strided, one column": Subject(_plain(strided, stride=1)),
+    "strided, long": Subject(_plain(strided, stride=11), at_least=11),
     "strided_steps": Subject(_plain(strided_steps, stride=3), at_least=3),
     "hashed": Subject(
         lambda q, k, n, p, **masks: hashed(q, k, _rotations(n).to(q.dtype), chunk=4, **masks),

@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headwise.cost import Cost
-from headwise.distributed import by_position, far_features, fetched_keys, running_states, shared_slots
+from headwise.distributed import (
+    by_position,
+    far_features,
+    fetched_keys,
+    residue_columns,
+    running_states,
+    shared_slots,
+)
 from headwise.distributed.collectives import Ranks
 from headwise.distributed.exchanges import (
     Call,
@@ -44,7 +51,7 @@ from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.hashed import Hashed
 from headwise.shapes import are_tensors, broadcast_batch, same_axis, same_kind, shown, truth_values
 
-REGISTERED = (by_position, far_features, fetched_keys, running_states, shared_slots)
+REGISTERED = (by_position, far_features, fetched_keys, residue_columns, running_states, shared_slots)
 """Importing these teaches `local_rows` their operators."""
 
 Exchange = Literal["cheapest", "heads", "ring"]

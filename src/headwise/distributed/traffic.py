@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headwise.distributed.residue_columns import Columns, has_band
 from headwise.distributed.slices import Slices
 from headwise.errors import UnsupportedError
 from headwise.operators.base import AttentionOperator
@@ -35,6 +36,7 @@ from headwise.operators.relative.shift import Shift
 from headwise.operators.relative.toeplitz import Toeplitz, ToeplitzSoftmax
 from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.fixed import Fixed
+from headwise.operators.sparse.strided import Strided
 from headwise.operators.sparse.window import Window
 from headwise.operators.uniform import Uniform
 
@@ -102,6 +104,19 @@ def _(operator: Fixed, d: int, ranks: int) -> Traffic:
         return Traffic()
     summaries = Fraction(operator.summaries * n * (ranks - 1), operator.block * ranks)
     return Traffic(summaries * (operator.union.k.shape[-1] + d))
+
+
+@traffic.register
+def _(operator: Strided, d: int, ranks: int) -> Traffic:
+    n, k, near = operator.shape[-1], operator.union.k.shape[-1], has_band(operator)
+    dealt, reach, most = Columns(n, operator.stride, ranks), (operator.stride - 1) * near, 0
+    for rank in range(ranks):
+        ((start, stop),) = Slices.even(n, ranks).segments(rank)
+        both = dealt.count(rank, start, stop)  # held by the rank, and in its columns
+        halo = min(start, reach) + (0 if operator.causal else min(n - stop, reach)) if stop > start else 0
+        elsewhere, away = dealt.lengths[rank] - both, stop - start - both
+        most = max(most, elsewhere * (2 * k + d) + away * (d + near) + halo * (k + d))
+    return Traffic(most)
 
 
 @traffic.register
