@@ -77,8 +77,13 @@ def _features(n: int) -> Inputs:
     return {"a": torch.randn(4, 3, 4), "b": torch.randn(4, 3, 4), "c": torch.randn(4, 3)}
 
 
-def _rotations(n: int) -> Tensor:
-    return torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def _hashed(rounds: int = 2, chunk: int = 4, shared: bool = False) -> Callable[..., Any]:
+    drawn = torch.randn(rounds, 4, 2, generator=torch.Generator().manual_seed(1))
+
+    def build(q: Tensor, k: Tensor, n: int, p: Inputs, **masks: Any) -> Any:
+        return hashed(q, None if shared else k, drawn, chunk=chunk, **masks)
+
+    return build
 
 
 def _by_position(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,10 +112,11 @@ SUBJECTS: dict[str, Subject] = {
     "strided": Subject(_plain(strided, stride=3), at_least=3),
     "strided, one column": Subject(_plain(strided, stride=1)),
     "strided, long": Subject(_plain(strided, stride=11), at_least=11),
-    "strided_steps": Subject(_plain(strided_steps, stride=3), at_least=3),
-    "hashed": Subject(
-        lambda q, k, n, p, **masks: hashed(q, k, _rotations(n).to(q.dtype), chunk=4, **masks),
-    ),
+    "strided_steps": Subject(_plain(strided_steps, stride=4), at_least=4),
+    "hashed": Subject(_hashed()),
+    "hashed, one round": Subject(_hashed(1, 3)),
+    "hashed, three rounds": Subject(_hashed(3, 5)),
+    "hashed, shared": Subject(_hashed(shared=True)),
     "efficient": Subject(_plain(efficient), cross=True),
     "dot_product": Subject(_plain(dot_product), cross=True),
     "concatenation": Subject(
@@ -382,7 +388,7 @@ def counted(subject: str, n: int, causal: bool, d: int, heads: int, seed: int = 
     whole = build(q, k, **masks)
     # heads are not exchanged for operators with parameters, and for those that read neither q nor k
     own_only = parameters or "_by_position" in SUBJECTS[subject].build.__qualname__
-    formulas = (traffic,) if own_only else (traffic, head_traffic)
+    formulas = (traffic,) if own_only or heads % size else (traffic, head_traffic)
     operator(held.cut(v, rank))  # connections, and what is said once
     dist.barrier()
     before = socket_bytes()
@@ -396,6 +402,8 @@ def counted(subject: str, n: int, causal: bool, d: int, heads: int, seed: int = 
         "sockets": after - before,
         "calls": count.calls.total(),
         "dtypes": {dtype for _, dtype in count.received},
+        # without values of q and k
+        "bound": 4 * heads * traffic(build(q.to("meta"), k.to("meta"), **masks), d, size).received(size),
         "formula": 4 * heads * min(formula(whole, d, size).received(size) for formula in formulas),
     }
 

@@ -20,9 +20,8 @@ from headwise.distributed.collectives import tied
 from headwise.distributed.exchanges import Call, NoExchange, local_rows
 from headwise.distributed.fetched_keys import pattern_of, union_over
 from headwise.distributed.slices import Slices, empty_rows, fetch, fetch_mask
-from headwise.operators._kernels import limits
 from headwise.operators._kernels.key_patterns import KeyPattern
-from headwise.operators._kernels.rows_with_lse import merged, rows_with_lse
+from headwise.operators._kernels.rows_with_lse import rows_with_lse
 from headwise.operators.sparse.strided import Strided, columns
 from headwise.operators.sparse.window import band
 
@@ -90,7 +89,8 @@ def _(operator: Strided, call: Call, v: Tensor) -> Tensor:
     if not has_band(operator):
         return fetch([rows[..., :-1]], dealt, own, call.ranks)[0].to(v.dtype)
     (far,) = fetch([rows], dealt, own, call.ranks)
-    return merged(torch.stack([far, _band_rows(operator, call, v)]), 0).to(v.dtype)
+    both = torch.stack([far, _band_rows(operator, call, v)])
+    return (torch.softmax(both[..., -1:], dim=0) * both[..., :-1]).sum(0).to(v.dtype)
 
 
 def has_band(operator: Strided) -> bool:

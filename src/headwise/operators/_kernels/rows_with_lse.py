@@ -1,9 +1,10 @@
-"""Rows of a `Union` beside the log-sum-exps of their scores: what merging with rows over other keys needs.
+"""Rows of P v beside the log-sum-exps of their scores: what merging with rows over other keys needs.
 
-    rows_with_lse(union, v)    (P v, lse), (*batch, m, d + 1)
-    merged(parts, dim)         softmax over the keys of all parts: sum_p exp(lse_p - lse) out_p
+    rows_with_lse(union, v)            (P v, lse), (*batch, m, d + 1), of a `Union`
+    blocks_with_lse(q, k, v, mask)     the same of many small blocks, each with a mask of its own
+    merged(rows, index, m)             softmax over the keys of all rows: sum_p exp(lse_p - lse) out_p
 
-Both are differentiable.  With dS = P * (g v^T - <g, P v>) for P v and dS = P * g for lse, a gradient in lse is one more
+All are differentiable.  With dS = P * (g v^T - <g, P v>) for P v and dS = P * g for lse, a gradient in lse is one more
 column, in which v is 0 and P v counts as 1; so the kernels' own backward passes give both.
 """
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise.operators._kernels import autograd_functions, limits
+from headwise.operators._kernels.hash_rounds import additive, in_groups
 from headwise.operators._kernels.key_patterns import PatternAttention
 from headwise.operators._kernels.sparse_blocks import Merge, Union, one_width, plain_with_lse
 from headwise.shapes import filled
@@ -44,9 +46,20 @@ def rows_with_lse(union: Union, v: Tensor) -> Tensor:
     return out.reshape(*batch, *out.shape[-2:])
 
 
-def merged(parts: Tensor, dim: int) -> Tensor:
-    """One softmax from parts (..., d + 1) along `dim`, without its log-sum-exps; no key in any part: zeros."""
-    return (torch.softmax(parts[..., -1:], dim=dim) * parts[..., :-1]).sum(dim)
+def blocks_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """(b, s, d + 1) for q (b, s, k), k and v (b, l, ·) in at least single precision, and mask (b, s, l)."""
+    return autograd_functions.run(_BlocksWithLse(scale), q, k, v, mask)
+
+
+def merged(rows: Tensor, index: Tensor, m: int) -> Tensor:
+    """m rows (m, d + 1), each one softmax of the rows (l, d + 1) whose `index` (l,) it is; zeros if there are none."""
+    lse = rows[:, -1]
+    top = lse.detach().new_full((m,), limits.HIDDEN).scatter_reduce(0, index, lse.detach(), "amax")
+    weights = (lse - top[index]).exp()
+    total = weights.new_zeros(m).index_add(0, index, weights)
+    total = total.masked_fill(total == 0, 1)
+    out = rows.new_zeros(m, rows.shape[1] - 1).index_add(0, index, weights.unsqueeze(-1) * rows[:, :-1])
+    return _joined(out / total.unsqueeze(-1), top + total.log())
 
 
 def _joined(out: Tensor, lse: Tensor) -> Tensor:
@@ -108,3 +121,56 @@ class _PatternWithLse:
         v = v.masked_fill(~mask[0].unsqueeze(-1), 0) if mask else v
         q, k, v, batch = union._prepared(v)
         return _joined(*plain_with_lse(q, k, v, union.scale, union.pieces)).unflatten(0, batch)
+
+
+@final
+@dataclass(frozen=True)
+class _BlocksWithLse:
+    """The same of blocks under masks."""
+
+    scale: float
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return in_groups(self._forward, tensors[3][0].numel(), tensors) if len(tensors[0]) else self._forward(*tensors)
+
+    def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return in_groups(self._pull, tensors[3][0].numel(), (pull, *tensors))
+
+    def _forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, mask = tensors
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x.unsqueeze(1) for x in one_width(q, k, v)),
+            0.0,
+            False,
+            attn_mask=additive(mask, q.dtype).unsqueeze(1),
+            scale=self.scale,
+        )
+        lse = lse.squeeze(1)
+        empty = lse < limits.HIDDEN / 2
+        out = out.squeeze(1)[..., : v.shape[-1]].masked_fill(empty.unsqueeze(-1), 0)
+        return (_joined(out, lse.masked_fill(empty, limits.HIDDEN)),)
+
+    def _pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, mask, rows = tensors
+        g, values, out = _one_more_column(pull, v, rows)
+        lse = rows[..., -1].contiguous()
+        g = g.masked_fill((lse < limits.HIDDEN / 2).unsqueeze(-1), 0)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(x.unsqueeze(1) for x in one_width(g, q, k, values, out)),
+            lse.unsqueeze(1),
+            0.0,
+            False,
+            attn_mask=additive(mask, q.dtype).unsqueeze(1),
+            scale=self.scale,
+        )
+        return tuple(x.squeeze(1)[..., : like.shape[-1]] for x, like in zip(found, (q, k, v), strict=True))
+
+    def plain(self, *tensors: Tensor) -> Tensor:
+        q, k, v, mask = tensors
+        s = (self.scale * (q @ k.mT)).masked_fill(~mask, limits.HIDDEN)
+        top = s.detach().amax(-1)
+        p = (s - top.unsqueeze(-1)).exp().masked_fill(~mask, 0)
+        total = p.sum(-1)
+        empty = total == 0
+        total = total.masked_fill(empty, 1)
+        return _joined(p @ v / total.unsqueeze(-1), (top + total.log()).masked_fill(empty, limits.HIDDEN))
