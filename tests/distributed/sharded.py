@@ -323,7 +323,7 @@ def second_derivatives(subject: str, lengths: tuple[int, ...], zigzag: bool, cau
     """Gradients of sum cos(u . gradients of sum tanh(P v)) on this rank, less those of one process."""
     rank, held = dist.get_rank(), Slices(lengths, zigzag)
     torch.manual_seed(0)
-    drawn, pulls = (torch.randn(3, 2, held.n, 4, dtype=torch.float64).unbind(0) for _ in range(2))
+    drawn, pulls = (torch.randn(3, 3, held.n, 4, dtype=torch.float64).unbind(0) for _ in range(2))
     build = partial(_call, SUBJECTS[subject], held.n, {})
     masks = {"causal": True} if causal else {}
 
@@ -365,11 +365,11 @@ def _difference(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).abs().amax()) if x.numel() else 0.0
 
 
-def products(subject: str, lengths: tuple[int, ...]) -> tuple[float, float]:
+def products(subject: str, lengths: tuple[int, ...], heads: int) -> tuple[float, float]:
     """This rank's parts of <P v, u> and <v, P^T u>."""
     rank, held = dist.get_rank(), Slices(lengths)
     torch.manual_seed(0)
-    q, k, v, u = (held.cut(torch.randn(4, held.n, 4, dtype=torch.float64), rank) for _ in range(4))
+    q, k, v, u = (held.cut(torch.randn(heads, held.n, 4, dtype=torch.float64), rank) for _ in range(4))
     build = partial(_call, SUBJECTS[subject], held.n, SUBJECTS[subject].parameters(held.n))
     operator = sequence_parallel(build)(q, k, pair_mask=None)
     return float((operator(v) * u).sum()), float((v * operator.adjoint(u)).sum())
@@ -387,8 +387,10 @@ def counted(subject: str, n: int, causal: bool, d: int, heads: int, seed: int = 
     operator = sequence_parallel(build)(*(held.cut(x, rank) for x in (q, k)), **masks)
     whole = build(q, k, **masks)
     # heads are not exchanged for operators with parameters, and for those that read neither q nor k
-    own_only = parameters or "_by_position" in SUBJECTS[subject].build.__qualname__
-    formulas = (traffic,) if own_only or heads % size else (traffic, head_traffic)
+    own_only = bool(parameters) or "_by_position" in SUBJECTS[subject].build.__qualname__
+    # without values of q and k
+    bound = traffic(build(q.to("meta"), k.to("meta"), **masks), d, size).received(size) if not own_only else 0
+    by_heads = heads % size == 0 and not own_only and head_traffic(whole, d, size).received(size) < bound
     operator(held.cut(v, rank))  # connections, and what is said once
     dist.barrier()
     before = socket_bytes()
@@ -402,9 +404,8 @@ def counted(subject: str, n: int, causal: bool, d: int, heads: int, seed: int = 
         "sockets": after - before,
         "calls": count.calls.total(),
         "dtypes": {dtype for _, dtype in count.received},
-        # without values of q and k
-        "bound": 4 * heads * traffic(build(q.to("meta"), k.to("meta"), **masks), d, size).received(size),
-        "formula": 4 * heads * min(formula(whole, d, size).received(size) for formula in formulas),
+        "bound": 4 * heads * bound,
+        "formula": 4 * heads * (head_traffic if by_heads else traffic)(whole, d, size).received(size),
     }
 
 

@@ -48,7 +48,7 @@ def test_bytes_of_heads_that_do_not_divide(size: int, heads: int, request: pytes
             for n in (96, 50):
                 found = pool.run(counted, name, n, causal, 32, heads)
                 most = max(rank["counted"] for rank in found)
-                if name != "strided_steps" or n % size == 0:  # its factors may have their maxima on different ranks
+                if name != "strided_steps" or n == 96:  # its factors may have their maxima on different ranks
                     assert most == found[0]["formula"], f"{name}, {n}: {most} bytes, not {found[0]['formula']}"
                 assert most <= found[0]["bound"], f"{name}, {n}: {most} bytes, more than {found[0]['bound']}"
 
