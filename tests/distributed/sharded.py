@@ -339,6 +339,27 @@ def second_derivatives(subject: str, lengths: tuple[int, ...], zigzag: bool, cau
     return max(_difference(x, held.cut(y, rank)) for x, y in zip(found, same, strict=True))
 
 
+def unread(subject: str, lengths: tuple[int, ...], causal: bool) -> float:
+    """How much this rank's rows, and their gradients, change if masked keys and their values hold NaN.
+
+    Where queries are keys: rows of unmasked positions alone.
+    """
+    rank, held, shared = dist.get_rank(), Slices(lengths), subject.endswith("shared")
+    torch.manual_seed(0)
+    drawn = torch.randn(3, 1, held.n, 4, dtype=torch.float64)
+    mask = torch.rand(1, held.n) < 0.6
+    build = sequence_parallel(partial(_call, SUBJECTS[subject], held.n, {}))
+    own, found = held.cut(mask, rank, dim=-1), []
+    for hidden in (0.0, torch.nan):
+        changed = torch.where(mask.unsqueeze(-1), drawn, hidden)
+        leaves = (changed if shared else drawn)[0], *changed[1:]
+        q, k, v = (held.cut(x, rank).requires_grad_() for x in leaves)
+        out = build(q, k, causal=causal, key_mask=own)(v)
+        gradients = () if shared else torch.autograd.grad(out.sum(), (q, k, v))
+        found.append(torch.cat([x.detach()[own] if shared else x.detach() for x in (out, *gradients)]))
+    return _difference(*found)
+
+
 def _mask(setting: Setting, keys: Slices) -> Tensor | None:
     """(b, 1, n), True = attend: some keys hidden, and all of those that a rank holds, or that a text has."""
     if not setting.hidden:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.pool import Pool
-from tests.distributed.sharded import SUBJECTS, Setting, differences, products, second_derivatives
+from tests.distributed.sharded import SUBJECTS, Setting, differences, products, second_derivatives, unread
 
 OF_ANY_HEADS = ("strided", "hashed")
 """Subjects that have an exchange of their own, which is taken where heads cannot be dealt out evenly."""
@@ -75,6 +75,17 @@ def test_four_ranks_equal_one(four: Pool, subject: str, data: st.DataObject) -> 
 def test_one_head_on_four_ranks(four: Pool, subject: str, causal: bool, hidden: str) -> None:
     for lengths, zigzag in (((6, 0, 9, 4), False), ((5, 8, 3, 6), True)):
         assert_same(four, Setting(subject, lengths, None, zigzag, causal, hidden, batch=(2, 1)))
+
+
+@pytest.mark.parametrize("subject", ["hashed", "hashed, shared"])
+def test_fewer_chunks_than_ranks(four: Pool, subject: str) -> None:
+    assert_same(four, Setting(subject, (2, 0, 3, 1), batch=(1,)))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
+@pytest.mark.parametrize("subject", ["strided", "hashed", "hashed, shared"])
+def test_what_masked_keys_hold_is_not_read(two: Pool, subject: str, causal: bool) -> None:
+    assert max(two.run(unread, subject, (7, 6), causal)) == 0
 
 
 BY_KERNELS = ("softmax", "gaussian", "window", "window, leading", "fixed", "fixed, two summaries", "fixed_steps")

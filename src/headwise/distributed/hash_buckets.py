@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.distributed.collectives import exchange, tied
+from headwise.distributed.collectives import exchange
 from headwise.distributed.exchanges import Call, NoExchange, local_rows, sequence_mask
-from headwise.distributed.slices import Slices, fetch
+from headwise.distributed.slices import Slices, empty_rows, fetch
 from headwise.operators._kernels import limits
 from headwise.operators._kernels.hash_rounds import round_tensors
 from headwise.operators._kernels.key_patterns import two_batch_axes
@@ -111,7 +111,7 @@ def _(operator: Hashed, call: Call, v: Tensor) -> Tensor:
 
     owners = flat.locate(met_q[call.rank])[0]
     send = torch.bincount(owners, minlength=call.ranks.size).tolist()
-    given = tied(rows, queries, keys, values).index_select(0, owners.argsort(stable=True).to(rows.device))
+    given = rows.index_select(0, owners.argsort(stable=True).to(rows.device))
     located = [flat.locate(met) for met in met_q]
     returned = [place[owner == call.rank] for owner, place in located]
     got = exchange(given, send, [len(place) for place in returned], call.ranks)
@@ -169,7 +169,7 @@ def _places(
 def _rows_of_chunks(places: _Places | None, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """(P v, lse) of the queries of a rank over the keys that they meet in its chunks: (len(q), d + 1)."""
     if places is None:
-        return v.new_zeros(0, v.shape[-1] + 1)
+        return empty_rows(v, (), v.shape[-1] + 1, q, k, v)
     size, found = places.masks.shape[-2], []
     for at_q, at_k, masks in zip(places.q.unbind(1), places.k.unbind(1), places.masks.unbind(1), strict=True):
         blocks = q[at_q].unflatten(1, (-1, size)).flatten(0, 1)

@@ -81,7 +81,7 @@ def _(operator: Strided, call: Call, v: Tensor) -> Tensor:
         pieces = partial(columns, q.shape[-2], residues, operator.causal)
         pattern = KeyPattern(-1, -1, stride=residues)
         union = union_over(q, k, operator.union.scale, mask, pieces, pattern, operator.causal)
-        rows = tied(rows_with_lse(union, values), q, k, values)
+        rows = rows_with_lse(union, values)
     else:
         compute = torch.promote_types(v.dtype, torch.float32)
         batch = torch.broadcast_shapes(operator.shape[:-2], v.shape[:-2])

@@ -26,7 +26,7 @@ from headwise.shapes import filled
 def rows_with_lse(union: Union, v: Tensor) -> Tensor:
     """P v and the log-sum-exp of each row as a last column, in at least single precision.
 
-    A row without a key has zeros and limits.HIDDEN.
+    A row without a key has zeros, and about limits.HIDDEN.
     """
     if v.shape[-1] >= limits.MAX_COLUMNS:
         parts = [rows_with_lse(union, part) for part in v.split(limits.MAX_COLUMNS - 1, dim=-1)]
@@ -81,7 +81,6 @@ class _MergeWithLse:
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         out, lse = self.merge.forward(*one_width(*tensors))
-        lse = lse.masked_fill(lse < limits.HIDDEN / 2, limits.HIDDEN)
         return (_joined(out[..., : tensors[2].shape[-1]], lse),)
 
     def pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -148,7 +147,7 @@ class _BlocksWithLse:
         lse = lse.squeeze(1)
         empty = lse < limits.HIDDEN / 2
         out = out.squeeze(1)[..., : v.shape[-1]].masked_fill(empty.unsqueeze(-1), 0)
-        return (_joined(out, lse.masked_fill(empty, limits.HIDDEN)),)
+        return (_joined(out, lse),)
 
     def _pull(self, pull: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, mask, rows = tensors
