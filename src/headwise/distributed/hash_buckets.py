@@ -5,8 +5,9 @@
     keys, values   of its chunks and the one before, the same way:                                    k + d
     rows back      of each query, from every rank that has it in some round, with log-sum-exp:        d + 1
 
-That is at most rounds N/P (2 k + 2 d + 1) + rounds chunk (k + d) scalars, and at most (P-1) N/P (2 k + 2 d + 1); how many
-of the rows are held elsewhere depends on the hashes.  All ranks sort the same hashes, so each knows what others need.
+That is at most rounds N/P (2 k + 2 d + 1) + rounds chunk (k + d) scalars, and at most (P-1) N/P (2 k + 2 d + 1).  How
+many rows are held elsewhere depends on the hashes: `traffic` counts them where it is given the orders.  All ranks sort
+the hashes of all positions, so each knows what the others need; this work is not divided.
 Orders differ from head to head, and so do the rows: the rows of all heads are one sequence of `Copies`.
 """
 

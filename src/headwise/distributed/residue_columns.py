@@ -22,6 +22,7 @@ from headwise.distributed.fetched_keys import pattern_of, union_over
 from headwise.distributed.slices import Slices, empty_rows, fetch, fetch_mask
 from headwise.operators._kernels.key_patterns import KeyPattern
 from headwise.operators._kernels.rows_with_lse import rows_with_lse
+from headwise.operators._kernels.sparse_blocks import Piece
 from headwise.operators.sparse.strided import Strided, columns
 from headwise.operators.sparse.window import band
 
@@ -83,9 +84,7 @@ def _(operator: Strided, call: Call, v: Tensor) -> Tensor:
         union = union_over(q, k, operator.union.scale, mask, pieces, pattern, operator.causal)
         rows = rows_with_lse(union, values)
     else:
-        compute = torch.promote_types(v.dtype, torch.float32)
-        batch = torch.broadcast_shapes(operator.shape[:-2], v.shape[:-2])
-        rows = empty_rows(v.to(compute), batch, v.shape[-1] + 1, q, k, values)
+        rows = _no_rows(operator, v, q, k, values)
     if not has_band(operator):
         return fetch([rows[..., :-1]], dealt, own, call.ranks)[0].to(v.dtype)
     (far,) = fetch([rows], dealt, own, call.ranks)
@@ -111,7 +110,6 @@ def _band_rows(operator: Strided, call: Call, v: Tensor) -> Tensor:
 
     k, values = fetch([call.k, v], call.keys, wanted, call.ranks)
     mask = fetch_mask(call.key_mask, call.keys, wanted, call.ranks)
-    batch = torch.broadcast_shapes(operator.shape[:-2], v.shape[:-2])
     segments = call.queries.segments(call.rank)
     out, offset = [], 0
     for q, (start, stop) in zip(call.queries.split(call.q, call.rank), segments, strict=True):
@@ -125,10 +123,18 @@ def _band_rows(operator: Strided, call: Call, v: Tensor) -> Tensor:
         some = None if mask is None else mask[..., part]
         union = union_over(q, k[..., part, :], operator.union.scale, some, pieces, None, operator.causal)
         out.append(rows_with_lse(union, values[..., part, :]))
+    if not out:
+        return _no_rows(operator, v, k, values)
+    return tied(torch.cat(out, dim=-2), k, values)
+
+
+def _no_rows(operator: Strided, v: Tensor, *fetched: Tensor) -> Tensor:
     compute = torch.promote_types(v.dtype, torch.float32)
-    return tied(torch.cat(out, dim=-2), k, values) if out else empty_rows(v.to(compute), batch, v.shape[-1] + 1, k, values)
+    batch = torch.broadcast_shapes(operator.shape[:-2], v.shape[:-2])
+    return empty_rows(v.to(compute), batch, v.shape[-1] + 1, *fetched)
 
 
-def _band_pieces(m: int, n: int, before: int, after: int, behind: int, device: torch.device) -> list:
+def _band_pieces(m: int, n: int, before: int, after: int, behind: int, device: torch.device) -> list[Piece]:
+    """The last m of n positions against their neighbours, each query `behind` places before its own in the band."""
     first = n - m
     return band(m, n, before, after, start=first, bands=min(n, max(first, before)), hidden=behind, device=device)

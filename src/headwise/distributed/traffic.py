@@ -8,6 +8,7 @@ An all-reduce of x scalars receives 2 x (P-1)/P of them, as a ring of reduce-sca
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
@@ -129,11 +130,11 @@ def _(operator: Hashed, d: int, ranks: int) -> Traffic:
     widths = (0 if operator.shared else k, k + d, d + 1)  # of queries, of keys with values, of rows that come back
     held = Slices.even(n, ranks)
     if operator.order_q.is_meta:
-        own, others = rounds * size * -(-(-(-n // size)) // ranks), n - held.lengths[-1]
+        own, others = rounds * size * Slices.even(math.ceil(n / size), ranks).lengths[0], n - held.lengths[-1]
         most = (min(own, others), min(own + rounds * size, others), held.lengths[0] * min(rounds, ranks - 1))
         return Traffic(sum(count * width for count, width in zip(most, widths, strict=True)))
-    orders = (x.flatten(0, -3) if x.dim() > 2 else x.unsqueeze(0) for x in (operator.order_q, operator.order_k))
-    chunks = SortedChunks(*orders, size, ranks)
+    order_q, order_k = (x.reshape(-1, rounds, n) for x in (operator.order_q, operator.order_k))
+    chunks = SortedChunks(order_q, order_k, size, ranks)
     flat = Copies(held, len(chunks.order_q))
     owners = [[flat.locate(rows(rank))[0] for rank in range(ranks)] for rows in (chunks.queries, chunks.keys)]
     received = []

@@ -295,9 +295,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: tuple[Piece, ..
     return plain_with_lse(q, k, v, scale, pieces)[0]
 
 
-def plain_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: tuple[Piece, ...]
-) -> tuple[Tensor, Tensor]:
+def plain_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: tuple[Piece, ...]) -> tuple[Tensor, Tensor]:
     """The same, and the log-sum-exp (b, m) of every row, limits.HIDDEN where there is no key."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     weights, lse = _weights(q, k, scale, pieces)

@@ -163,9 +163,7 @@ def hashes(x: Tensor, rotations: Tensor, batch: torch.Size, key_mask: Tensor | N
     return found.reshape(*batch, *found.shape[-2:])
 
 
-def _turned(
-    x: Tensor, rotations: Tensor, batch: torch.Size, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def _turned(x: Tensor, rotations: Tensor, batch: torch.Size, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The products that are hashed, and the mask, with two batch axes."""
     halves = rotations.to(x.device).float().reshape(-1, *rotations.shape[-3:])  # (1 or 2, rounds, k, half)
     # one product for all rounds: (*batch, n, hashes, rounds, half)
