@@ -77,8 +77,8 @@ def _features(n: int) -> Inputs:
     return {"a": torch.randn(4, 3, 4), "b": torch.randn(4, 3, 4), "c": torch.randn(4, 3)}
 
 
-def _hashed(rounds: int = 2, chunk: int = 4, shared: bool = False) -> Callable[..., Any]:
-    drawn = torch.randn(rounds, 4, 2, generator=torch.Generator().manual_seed(1))
+def _hashed(*rounds: int, chunk: int = 4, shared: bool = False) -> Callable[..., Any]:
+    drawn = torch.randn(*rounds, 4, 2, generator=torch.Generator().manual_seed(1))
 
     def build(q: Tensor, k: Tensor, n: int, p: Inputs, **masks: Any) -> Any:
         return hashed(q, None if shared else k, drawn, chunk=chunk, **masks)
@@ -113,10 +113,10 @@ SUBJECTS: dict[str, Subject] = {
     "strided, one column": Subject(_plain(strided, stride=1)),
     "strided, long": Subject(_plain(strided, stride=11), at_least=11),
     "strided_steps": Subject(_plain(strided_steps, stride=4), at_least=4),
-    "hashed": Subject(_hashed()),
-    "hashed, one round": Subject(_hashed(1, 3)),
-    "hashed, three rounds": Subject(_hashed(3, 5)),
-    "hashed, shared": Subject(_hashed(shared=True)),
+    "hashed": Subject(_hashed(2)),
+    "hashed, one round": Subject(_hashed(1, chunk=3)),
+    "hashed, two hashes": Subject(_hashed(2, 3, chunk=5)),
+    "hashed, shared": Subject(_hashed(2, shared=True)),
     "efficient": Subject(_plain(efficient), cross=True),
     "dot_product": Subject(_plain(dot_product), cross=True),
     "concatenation": Subject(
