@@ -77,8 +77,13 @@ def _features(n: int) -> Inputs:
     return {"a": torch.randn(4, 3, 4), "b": torch.randn(4, 3, 4), "c": torch.randn(4, 3)}
 
 
-def _rotations(n: int) -> Tensor:
-    return torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def _hashed(*rounds: int, chunk: int = 4, shared: bool = False) -> Callable[..., Any]:
+    drawn = torch.randn(*rounds, 4, 2, generator=torch.Generator().manual_seed(1))
+
+    def build(q: Tensor, k: Tensor, n: int, p: Inputs, **masks: Any) -> Any:
+        return hashed(q, None if shared else k, drawn, chunk=chunk, **masks)
+
+    return build
 
 
 def _by_position(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,10 +110,13 @@ SUBJECTS: dict[str, Subject] = {
     "fixed, two summaries": Subject(_plain(fixed, block=4, summaries=2), at_least=4),
     "fixed_steps": Subject(_plain(fixed_steps, block=3), at_least=3),
     "strided": Subject(_plain(strided, stride=3), at_least=3),
-    "strided_steps": Subject(_plain(strided_steps, stride=3), at_least=3),
-    "hashed": Subject(
-        lambda q, k, n, p, **masks: hashed(q, k, _rotations(n).to(q.dtype), chunk=4, **masks),
-    ),
+    "strided, one column": Subject(_plain(strided, stride=1)),
+    "strided, long": Subject(_plain(strided, stride=11), at_least=11),
+    "strided_steps": Subject(_plain(strided_steps, stride=4), at_least=4),
+    "hashed": Subject(_hashed(2)),
+    "hashed, one round": Subject(_hashed(1, chunk=3)),
+    "hashed, two hashes": Subject(_hashed(2, 3, chunk=5)),
+    "hashed, shared": Subject(_hashed(2, shared=True)),
     "efficient": Subject(_plain(efficient), cross=True),
     "dot_product": Subject(_plain(dot_product), cross=True),
     "concatenation": Subject(
@@ -315,7 +323,7 @@ def second_derivatives(subject: str, lengths: tuple[int, ...], zigzag: bool, cau
     """Gradients of sum cos(u . gradients of sum tanh(P v)) on this rank, less those of one process."""
     rank, held = dist.get_rank(), Slices(lengths, zigzag)
     torch.manual_seed(0)
-    drawn, pulls = (torch.randn(3, 2, held.n, 4, dtype=torch.float64).unbind(0) for _ in range(2))
+    drawn, pulls = (torch.randn(3, 3, held.n, 4, dtype=torch.float64).unbind(0) for _ in range(2))
     build = partial(_call, SUBJECTS[subject], held.n, {})
     masks = {"causal": True} if causal else {}
 
@@ -329,6 +337,27 @@ def second_derivatives(subject: str, lengths: tuple[int, ...], zigzag: bool, cau
     own = [[held.cut(x, rank) for x in tensors] for tensors in (drawn, pulls)]
     found, same = twice(sequence_parallel(build, zigzag=zigzag), *own), twice(build, drawn, pulls)
     return max(_difference(x, held.cut(y, rank)) for x, y in zip(found, same, strict=True))
+
+
+def unread(subject: str, lengths: tuple[int, ...], causal: bool) -> float:
+    """How much this rank's rows, and their gradients, change if masked keys and their values hold NaN.
+
+    Where queries are keys: rows of unmasked positions alone.
+    """
+    rank, held, shared = dist.get_rank(), Slices(lengths), subject.endswith("shared")
+    torch.manual_seed(0)
+    drawn = torch.randn(3, 1, held.n, 4, dtype=torch.float64)
+    mask = torch.rand(1, held.n) < 0.6
+    build = sequence_parallel(partial(_call, SUBJECTS[subject], held.n, {}))
+    own, found = held.cut(mask, rank, dim=-1), []
+    for hidden in (0.0, torch.nan):
+        changed = torch.where(mask.unsqueeze(-1), drawn, hidden)
+        leaves = (changed if shared else drawn)[0], *changed[1:]
+        q, k, v = (held.cut(x, rank).requires_grad_() for x in leaves)
+        out = build(q, k, causal=causal, key_mask=own)(v)
+        gradients = () if shared else torch.autograd.grad(out.sum(), (q, k, v))
+        found.append(torch.cat([x.detach()[own] if shared else x.detach() for x in (out, *gradients)]))
+    return _difference(*found)
 
 
 def _mask(setting: Setting, keys: Slices) -> Tensor | None:
@@ -357,11 +386,11 @@ def _difference(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).abs().amax()) if x.numel() else 0.0
 
 
-def products(subject: str, lengths: tuple[int, ...]) -> tuple[float, float]:
+def products(subject: str, lengths: tuple[int, ...], heads: int) -> tuple[float, float]:
     """This rank's parts of <P v, u> and <v, P^T u>."""
     rank, held = dist.get_rank(), Slices(lengths)
     torch.manual_seed(0)
-    q, k, v, u = (held.cut(torch.randn(4, held.n, 4, dtype=torch.float64), rank) for _ in range(4))
+    q, k, v, u = (held.cut(torch.randn(heads, held.n, 4, dtype=torch.float64), rank) for _ in range(4))
     build = partial(_call, SUBJECTS[subject], held.n, SUBJECTS[subject].parameters(held.n))
     operator = sequence_parallel(build)(q, k, pair_mask=None)
     return float((operator(v) * u).sum()), float((v * operator.adjoint(u)).sum())
@@ -379,8 +408,10 @@ def counted(subject: str, n: int, causal: bool, d: int, heads: int, seed: int = 
     operator = sequence_parallel(build)(*(held.cut(x, rank) for x in (q, k)), **masks)
     whole = build(q, k, **masks)
     # heads are not exchanged for operators with parameters, and for those that read neither q nor k
-    own_only = parameters or "_by_position" in SUBJECTS[subject].build.__qualname__
-    formulas = (traffic,) if own_only else (traffic, head_traffic)
+    own_only = bool(parameters) or "_by_position" in SUBJECTS[subject].build.__qualname__
+    # without values of q and k
+    bound = traffic(build(q.to("meta"), k.to("meta"), **masks), d, size).received(size) if not own_only else 0
+    by_heads = heads % size == 0 and not own_only and head_traffic(whole, d, size).received(size) < bound
     operator(held.cut(v, rank))  # connections, and what is said once
     dist.barrier()
     before = socket_bytes()
@@ -394,7 +425,8 @@ def counted(subject: str, n: int, causal: bool, d: int, heads: int, seed: int = 
         "sockets": after - before,
         "calls": count.calls.total(),
         "dtypes": {dtype for _, dtype in count.received},
-        "formula": 4 * heads * min(formula(whole, d, size).received(size) for formula in formulas),
+        "bound": 4 * heads * bound,
+        "formula": 4 * heads * (head_traffic if by_heads else traffic)(whole, d, size).received(size),
     }
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from headwise.distributed import Slices, sequence_parallel
 from headwise.distributed.collectives import Ranks
 from headwise.errors import InputError, ShapeError
-from headwise.operators import efficient, hashed, nystrom, softmax, window
+from headwise.operators import efficient, hashed, nystrom, product, softmax, window
 from tests.distributed.pool import Failed, Pool
 
 
@@ -48,6 +48,8 @@ def call(what: str) -> None:
         sequence_parallel(nystrom)(q, q, causal=True)(v)
     elif what == "rotations":
         sequence_parallel(hashed)(q, q)(v)
+    elif what == "rotations of a factor":
+        sequence_parallel(lambda q, k: product(softmax(q, k), hashed(q, k)))(q, q)(v)
     elif what == "heads":
         sequence_parallel(softmax, exchange="heads")(q[:, :1], q[:, :1])(v[:, :1])
     elif what == "ring":
@@ -72,6 +74,7 @@ MESSAGES = {
     "pairs": (r"does not support pair_mask",) * 2,
     "causal": (r"nystrom: does not support causal",) * 2,
     "rotations": (r"pass the same `rotations`",) * 2,
+    "rotations of a factor": (r"pass the same `rotations`",) * 2,
     "heads": (r"1 heads for 2 ranks",) * 2,
     "ring": (r"no ring for Efficient",) * 2,
     "empty batch": (r"q must be \(\*batch, rows, width\), but has shape \(0, 4, 6, 4\)",) * 2,

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.pool import Pool
-from tests.distributed.sharded import SUBJECTS, Setting, differences, products, second_derivatives
+from tests.distributed.sharded import SUBJECTS, Setting, differences, products, second_derivatives, unread
+
+OF_ANY_HEADS = ("strided", "hashed")
+"""Subjects that have an exchange of their own, which is taken where heads cannot be dealt out evenly."""
 
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16)
 
@@ -26,6 +29,10 @@ def comparisons(draw: st.DrawFn, subject: str, ranks: int, most: int = 7) -> Set
     lengths = tuple(draw(sizes.filter(lambda lengths: sum(lengths) >= taken.at_least)))
     cross = taken.cross and draw(st.booleans())
     inverse = subject == "nystrom" and most > 40
+    batches, grouped = [(2, 4), (4,), (1, 4)], subject in ("softmax", "window", "efficient")
+    if subject.startswith(OF_ANY_HEADS):  # several heads on each rank are exchanged
+        batches, grouped = [(2, 1), (1,), (3,), (1, 6), (2, 4)], True
+    batch = draw(st.sampled_from(batches))
     return Setting(
         subject,
         lengths,
@@ -34,8 +41,8 @@ def comparisons(draw: st.DrawFn, subject: str, ranks: int, most: int = 7) -> Set
         causal=taken.causal and draw(st.booleans()),
         hidden=draw(st.sampled_from(["", "", "some", "of one rank", "of one text"])) if taken.key_mask else "",
         dtype=torch.float64 if inverse else draw(st.sampled_from(DTYPES)),
-        batch=draw(st.sampled_from([(2, 4), (4,), (1, 4)])),
-        key_heads=2 if subject in ("softmax", "window", "efficient") and draw(st.booleans()) else None,
+        batch=batch,
+        key_heads=2 if grouped and batch[-1] % 2 == 0 and draw(st.booleans()) else None,
         values=draw(st.integers(4, 6)),
         exchange=draw(st.sampled_from(["cheapest", "heads", "ring"])) if subject == "softmax" else "cheapest",
         seed=draw(st.integers(0, 9)),
@@ -62,7 +69,27 @@ def test_four_ranks_equal_one(four: Pool, subject: str, data: st.DataObject) -> 
     assert_same(four, data.draw(comparisons(subject, 4)))
 
 
+@pytest.mark.parametrize("hidden", ["", "some", "of one rank", "of one text"])
+@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
+@pytest.mark.parametrize("subject", [name for name in SUBJECTS if name.startswith(OF_ANY_HEADS)])
+def test_one_head_on_four_ranks(four: Pool, subject: str, causal: bool, hidden: str) -> None:
+    for lengths, zigzag in (((6, 0, 9, 4), False), ((5, 8, 3, 6), True)):
+        assert_same(four, Setting(subject, lengths, None, zigzag, causal, hidden, batch=(2, 1)))
+
+
+@pytest.mark.parametrize("subject", ["hashed", "hashed, shared"])
+def test_fewer_chunks_than_ranks(four: Pool, subject: str) -> None:
+    assert_same(four, Setting(subject, (2, 0, 3, 1), batch=(1,)))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
+@pytest.mark.parametrize("subject", ["strided", "hashed", "hashed, shared"])
+def test_what_masked_keys_hold_is_not_read(two: Pool, subject: str, causal: bool) -> None:
+    assert max(two.run(unread, subject, (9, 9), causal)) == 0
+
+
 BY_KERNELS = ("softmax", "gaussian", "window", "window, leading", "fixed", "fixed, two summaries", "fixed_steps")
+BY_KERNELS += ("strided", "strided, long", "strided_steps", "hashed", "hashed, shared")
 BY_KERNELS += ("efficient", "factored, pooling", "nystrom", "projected", "near_far", "near_far, leading")
 
 
@@ -111,16 +138,17 @@ def test_the_kernels_add_the_states_of_other_ranks(two: Pool, kernel_cache: Path
     assert_same(two, setting, kernel_cache)
 
 
-@pytest.mark.parametrize("subject", ["softmax", "window", "efficient", "kronecker"])
+@pytest.mark.parametrize("subject", ["softmax", "window", "strided", "hashed", "efficient", "kronecker"])
 def test_the_adjoint_is_the_transpose(two: Pool, subject: str) -> None:
-    forth, back = (sum(parts) for parts in zip(*two.run(products, subject, (5, 7)), strict=True))
+    heads = 1 if subject.startswith(OF_ANY_HEADS) else 4
+    forth, back = (sum(parts) for parts in zip(*two.run(products, subject, (5, 7), heads), strict=True))
     assert forth == pytest.approx(back, rel=1e-12)
 
 
 @pytest.mark.parametrize("lengths", [(9, 7), (0, 5)], ids=["two slices", "an empty one"])
 @pytest.mark.parametrize("zigzag", [False, True], ids=["contiguous", "zig-zag"])
 @pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
-@pytest.mark.parametrize("subject", ["efficient", "dot_product", "uniform"])
+@pytest.mark.parametrize("subject", ["efficient", "dot_product", "uniform", "strided", "strided_steps", "hashed"])
 def test_second_derivatives(two: Pool, subject: str, causal: bool, zigzag: bool, lengths: tuple[int, ...]) -> None:
     assert max(two.run(second_derivatives, subject, lengths, zigzag, causal)) < 1e-12
 

@@ -3,7 +3,6 @@
     window of w keys     a halo: (w - 1) 2 d scalars in all, causal from one side only
     leading keys         2 l d for those that attend to them; as queries, not causal, l d and a reduction of l (d + 2)
     fixed, c summaries   2 d c N / block, and what is missing of a block that two ranks share
-    strided              all columns pass through every rank that holds `stride` positions: the exchange of heads
 
 Positions between what was fetched are left out, and what remains is attended to as a shorter sequence of the same
 pattern: distances inside a window do not change, and neither do whole blocks.
@@ -27,7 +26,6 @@ from headwise.operators._kernels.sparse_blocks import Piece, Union
 from headwise.operators._kernels.tiles import Tiles
 from headwise.operators.masks import Mask
 from headwise.operators.sparse.fixed import Fixed, own_blocks, summary_pieces
-from headwise.operators.sparse.strided import Strided
 from headwise.operators.sparse.window import Window, window_pieces
 from headwise.shapes import filled
 
@@ -35,7 +33,7 @@ from headwise.shapes import filled
 @local_rows.register
 def _(operator: Window, call: Call, v: Tensor) -> Tensor:
     """A halo on both sides, (w - 1) 2 d scalars, causal on one; and the leading keys, 2 l d."""
-    pattern, scale = _pattern(operator.union), operator.union.scale
+    pattern, scale = pattern_of(operator.union), operator.union.scale
     ahead = call.keys.n - call.queries.n
 
     def wanted_by(start: int, stop: int) -> Tensor:
@@ -60,7 +58,7 @@ def _(operator: Window, call: Call, v: Tensor) -> Tensor:
             near = pattern._replace(left=pattern.left + behind, right=pattern.right - behind)
             pieces = partial(window_pieces, stop - start, count, *near[:3], operator.causal, q.device)
             some = None if mask is None else mask[..., part]
-            union = _union(q, k[..., part, :], scale, some, pieces, near, operator.causal)
+            union = union_over(q, k[..., part, :], scale, some, pieces, near, operator.causal)
             out.append(union.apply(values[..., part, :]))
         offset += count
     joined = _joined(out, operator, v, k, values)
@@ -87,7 +85,7 @@ def _with_global_rows(out: Tensor, operator: Window, call: Call, v: Tensor, ahea
 @local_rows.register
 def _(operator: Fixed, call: Call, v: Tensor) -> Tensor:
     """Summaries of all other blocks (causal: of earlier ones), 2 d c N / block scalars, and parts of own blocks."""
-    pattern, scale = _pattern(operator.union), operator.union.scale
+    pattern, scale = pattern_of(operator.union), operator.union.scale
     n, block, summaries = call.keys.n, operator.block, operator.summaries
     if not call.square:
         raise NoExchange("Fixed: queries and keys are sliced differently")
@@ -125,7 +123,7 @@ def _(operator: Fixed, call: Call, v: Tensor) -> Tensor:
             some = None if mask is None else mask[..., part]
             pieces = partial(_fixed_pieces, right - left, count, pattern, operator, q.device)
             behind = pattern._replace(leading=count - (right - left))
-            union = _union(queries, k[..., part, :], scale, some, pieces, behind, operator.causal)
+            union = union_over(queries, k[..., part, :], scale, some, pieces, behind, operator.causal)
             out.append(union.apply(values[..., part, :])[..., start - left : stop - left, :])
     return _joined(out, operator, v, k, values)
 
@@ -146,20 +144,15 @@ def _fixed_pieces(n: int, total: int, pattern: KeyPattern, operator: Fixed, devi
     return pieces
 
 
-@local_rows.register
-def _(operator: Strided, call: Call, v: Tensor) -> Tensor:
-    """Heads, 4 d N (P-1)/P^2: every rank that holds `stride` positions in a row meets all columns."""
-    raise NoExchange("Strided: every column passes through every rank")
-
-
-def _pattern(union: Union) -> KeyPattern:
+def pattern_of(union: Union) -> KeyPattern:
     assert union.pattern is not None
     return union.pattern
 
 
-def _union(
-    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, pieces: partial, pattern: KeyPattern, causal: bool
+def union_over(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, pieces: partial, pattern: KeyPattern | None, causal: bool
 ) -> Union:
+    """The operator of queries and fetched keys."""
     keys = repeat_heads(k, q, "Window")
     masks = Mask(q.shape[-2], keys.shape[-2], key_mask=mask)
     return Union.of(QueriesKeys(q, masks.hide(keys), scale, masks), pieces, pattern, causal)

@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headwise.cost import Cost
-from headwise.distributed import by_position, far_features, fetched_keys, running_states, shared_slots
+from headwise.distributed import (
+    by_position,
+    far_features,
+    fetched_keys,
+    hash_buckets,
+    residue_columns,
+    running_states,
+    shared_slots,
+)
 from headwise.distributed.collectives import Ranks
 from headwise.distributed.exchanges import (
     Call,
@@ -44,7 +52,7 @@ from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.hashed import Hashed
 from headwise.shapes import are_tensors, broadcast_batch, same_axis, same_kind, shown, truth_values
 
-REGISTERED = (by_position, far_features, fetched_keys, running_states, shared_slots)
+REGISTERED = (by_position, far_features, fetched_keys, hash_buckets, residue_columns, running_states, shared_slots)
 """Importing these teaches `local_rows` their operators."""
 
 Exchange = Literal["cheapest", "heads", "ring"]
@@ -225,7 +233,7 @@ class ShardedOperator(AttentionOperator):
                 self.builder.agreed[signature] = self._is_faithful(operator, q, k)
         if problem is not None:
             raise problem
-        if isinstance(operator, Hashed):
+        if _draws_rotations(operator):
             raise UnsupportedError(
                 "sequence_parallel: hashed draws other rotations on every rank; pass the same `rotations` on all"
             )
@@ -243,7 +251,8 @@ class ShardedOperator(AttentionOperator):
     def _heads_are_cheaper(self, operator: AttentionOperator, call: Call, v: Tensor) -> bool:
         """By the formulas of `traffic`, if every rank would have as many heads, and no head its own parameters."""
         size, heads = call.ranks.size, torch.broadcast_shapes(self.shape[:-2], v.shape[:-2])[-1:].numel()
-        held = list(tensors_in(operator))
+        # rotations are those of all heads
+        held = [x for x in tensors_in(operator) if not isinstance(operator, Hashed) or x is not operator.rotations]
         reads = any(x.is_meta and x.dtype.is_floating_point for x in held)
         if self.builder.exchange == "ring" or heads % size or not reads or not all(x.is_meta for x in held):
             return False
@@ -357,12 +366,23 @@ def _described(value: Any) -> str:
     return str(value) if isinstance(value, (str, int, float, bool, type(None), torch.dtype)) else type(value).__name__
 
 
+def _draws_rotations(value: Any) -> bool:
+    """Whether a part of an operator hashes by rotations that were drawn for q, which is on the meta device."""
+    if isinstance(value, Hashed):
+        return value.rotations.is_meta
+    if isinstance(value, (tuple, list)):
+        return any(map(_draws_rotations, value))
+    return is_dataclass(value) and any(_draws_rotations(getattr(value, field.name)) for field in fields(value))
+
+
 def _reads_only(value: Any, q: Tensor, k: Tensor) -> bool:
     """Whether an operator has q and k as its queries and keys, and nothing that was computed from them."""
     if isinstance(value, Tensor):
         return not (value.is_meta and value.dtype.is_floating_point)
     if isinstance(value, Nystrom):
         return _reads_only(value.qk, q, k)  # its landmarks are means
+    if isinstance(value, Hashed) and value.shared:
+        k = q
     if isinstance(value, (tuple, list)):
         return all(_reads_only(part, q, k) for part in value)
     if not is_dataclass(value):

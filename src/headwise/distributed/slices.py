@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -104,11 +104,22 @@ class Slices:
         return x.index_select(dim, order.to(x.device))
 
 
+class Layout(Protocol):
+    """Rows held by the ranks: how many by each, and where; `Slices`, or rows that are dealt out otherwise."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+
+    def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rank that holds each row, and the place at which it does."""
+        ...
+
+
 MANY_RUNS = 64
 """From so many runs of rows on, gathering row by row costs less than a copy of each run."""
 
 
-def fetch(tensors: Sequence[Tensor], held: Slices, wanted: Callable[[int], Tensor], ranks: Ranks) -> list[Tensor]:
+def fetch(tensors: Sequence[Tensor], held: Layout, wanted: Callable[[int], Tensor], ranks: Ranks) -> list[Tensor]:
     """Rows at the positions wanted(rank), which every rank knows of every other, of tensors (*batch, n, c).
 
     One exchange for all tensors, which must share their dtype; their batch axes may differ.  Rows are sent in that
@@ -166,7 +177,7 @@ class _Runs(torch.autograd.Function):
         return None, *found
 
 
-def fetch_mask(mask: Tensor | None, held: Slices, wanted: Callable[[int], Tensor], ranks: Ranks) -> Tensor | None:
+def fetch_mask(mask: Tensor | None, held: Layout, wanted: Callable[[int], Tensor], ranks: Ranks) -> Tensor | None:
     """The same of a key mask (*batch, n), one byte a position; None stays None."""
     if mask is None:
         return None

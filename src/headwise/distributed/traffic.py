@@ -8,6 +8,7 @@ An all-reduce of x scalars receives 2 x (P-1)/P of them, as a ring of reduce-sca
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headwise.distributed.hash_buckets import Copies, SortedChunks
+from headwise.distributed.residue_columns import Columns, has_band
 from headwise.distributed.slices import Slices
 from headwise.errors import UnsupportedError
 from headwise.operators.base import AttentionOperator
@@ -35,6 +38,8 @@ from headwise.operators.relative.shift import Shift
 from headwise.operators.relative.toeplitz import Toeplitz, ToeplitzSoftmax
 from headwise.operators.softmax import Softmax
 from headwise.operators.sparse.fixed import Fixed
+from headwise.operators.sparse.hashed import Hashed
+from headwise.operators.sparse.strided import Strided
 from headwise.operators.sparse.window import Window
 from headwise.operators.uniform import Uniform
 
@@ -80,6 +85,7 @@ def _(operator: Softmax, d: int, ranks: int) -> Traffic:
 
 @traffic.register
 def _(operator: Product, d: int, ranks: int) -> Traffic:
+    """Of the factors; the most that there may be if they have their maxima on different ranks."""
     return sum((traffic(factor, d, ranks) for factor in operator.factors), Traffic())
 
 
@@ -102,6 +108,41 @@ def _(operator: Fixed, d: int, ranks: int) -> Traffic:
         return Traffic()
     summaries = Fraction(operator.summaries * n * (ranks - 1), operator.block * ranks)
     return Traffic(summaries * (operator.union.k.shape[-1] + d))
+
+
+@traffic.register
+def _(operator: Strided, d: int, ranks: int) -> Traffic:
+    n, k, near = operator.shape[-1], operator.union.k.shape[-1], has_band(operator)
+    dealt, reach, most = Columns(n, operator.stride, ranks), (operator.stride - 1) * near, 0
+    for rank in range(ranks):
+        ((start, stop),) = Slices.even(n, ranks).segments(rank)
+        both = dealt.count(rank, start, stop)  # held by the rank, and in its columns
+        halo = min(start, reach) + (0 if operator.causal else min(n - stop, reach)) if stop > start else 0
+        elsewhere, away = dealt.lengths[rank] - both, stop - start - both
+        most = max(most, elsewhere * (2 * k + d) + away * (d + near) + halo * (k + d))
+    return Traffic(most)
+
+
+@traffic.register
+def _(operator: Hashed, d: int, ranks: int) -> Traffic:
+    """Of the rows that are in the chunks of a rank; without values of q and k, the most that there may be."""
+    n, k, rounds, size = operator.shape[-1], operator.qk.k.shape[-1], operator.order_q.shape[-2], operator.chunk
+    widths = (0 if operator.shared else k, k + d, d + 1)  # of queries, of keys with values, of rows that come back
+    held = Slices.even(n, ranks)
+    if operator.order_q.is_meta:
+        own, others = rounds * size * Slices.even(math.ceil(n / size), ranks).lengths[0], n - held.lengths[-1]
+        most = (min(own, others), min(own + rounds * size, others), held.lengths[0] * min(rounds, ranks - 1))
+        return Traffic(sum(count * width for count, width in zip(most, widths, strict=True)))
+    order_q, order_k = (x.reshape(-1, rounds, n) for x in (operator.order_q, operator.order_k))
+    chunks = SortedChunks(order_q, order_k, size, ranks)
+    flat = Copies(held, len(chunks.order_q))
+    owners = [[flat.locate(rows(rank))[0] for rank in range(ranks)] for rows in (chunks.queries, chunks.keys)]
+    received = []
+    for rank in range(ranks):
+        queries, keys = (int((owner[rank] != rank).sum()) for owner in owners)
+        back = sum(int((owner == rank).sum()) for other, owner in enumerate(owners[0]) if other != rank)
+        received.append(sum(count * width for count, width in zip((queries, keys, back), widths, strict=True)))
+    return Traffic(Fraction(max(received), flat.copies))
 
 
 @traffic.register

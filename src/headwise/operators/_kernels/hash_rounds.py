@@ -49,7 +49,7 @@ class Rounds:
                 self._band(v, order_k),
                 0.0,
                 False,
-                attn_mask=_additive(mask, q.dtype),
+                attn_mask=additive(mask, q.dtype),
                 scale=self.scale,
             )
             # back to where the queries came from
@@ -75,7 +75,7 @@ class Rounds:
                 lse.gather(1, order_q).unflatten(1, (-1, self.size)),
                 0.0,
                 False,
-                attn_mask=_additive(mask, q.dtype),
+                attn_mask=additive(mask, q.dtype),
                 scale=self.scale,
             )
             dq += _take(parts[0].flatten(1, 2), place_q)
@@ -143,14 +143,25 @@ def in_groups(work: Callable[..., tuple[Tensor, ...]], entries: int, tensors: tu
 
 
 def round_tensors(
-    order_q: Tensor, order_k: Tensor, key_mask: Tensor | None, size: int, causal: bool
+    order_q: Tensor,
+    order_k: Tensor,
+    key_mask: Tensor | None,
+    size: int,
+    causal: bool,
+    chunks: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Orders, places and masks as above, of orders (b, rounds, n) and key_mask (b, n)."""
+    """Orders, places and masks as above, of orders (b, rounds, n) and key_mask (b, n).
+
+    Orders and masks of the query chunks first .. last alone, if `chunks` = (first, last).
+    """
     n = order_q.shape[-1]
     positions = torch.arange(n, device=order_q.device).expand(order_q.shape)
     place_q, place_k = (torch.zeros_like(x).scatter(-1, x, positions) for x in (order_q, order_k))
     order_q, order_k = (filled(x, (0, -n % size), value=n) for x in (order_q, order_k))
     order_k = F.pad(order_k, (size, 0), value=n)
+    if chunks is not None:
+        first, last = chunks
+        order_q, order_k = order_q[..., first * size : last * size], order_k[..., first * size : (last + 1) * size]
     tensors = order_q, order_k, place_q // size, place_k // size
     shown = () if key_mask is None else (F.pad(key_mask, (0, 1)),)
     # a few members of the batch at a time
@@ -188,7 +199,8 @@ def _each(others: list[Tensor]) -> list[tuple[Tensor, ...]]:
     return list(zip(*(x.unbind(1) for x in others), strict=True))
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zero where a query may attend, limits.HIDDEN elsewhere."""
     # finite: an empty row then has a log-sum-exp that vanishes beside any other
     return torch.where(mask, torch.zeros((), dtype=dtype), torch.full((), limits.HIDDEN, dtype=dtype))
 

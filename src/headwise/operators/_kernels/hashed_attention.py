@@ -32,6 +32,11 @@ def hash_order(turned: Tensor, key_mask: Tensor | None) -> Tensor:
     """
     if native.usable(turned, key_mask):
         return torch.ops.headwise.hash_order(turned, key_mask)
+    return torch.sort(hash_numbers(turned, key_mask), dim=-1, stable=True).indices
+
+
+def hash_numbers(turned: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The numbers (b, h, rounds, n) that are sorted."""
     half = turned.shape[-1]
     # argmax [y; -y] is the argmax of |y|, in the second half where y is negative
     best = turned.abs().argmax(-1, keepdim=True)
@@ -40,7 +45,7 @@ def hash_order(turned: Tensor, key_mask: Tensor | None) -> Tensor:
     bucket = (first * (2 * half) + second[0] if second else first).mT
     if key_mask is not None:
         bucket = bucket.masked_fill(~key_mask.unsqueeze(-2), (2 * half) ** 2)
-    return torch.sort(bucket, dim=-1, stable=True).indices
+    return bucket
 
 
 @final

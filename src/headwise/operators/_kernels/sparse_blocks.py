@@ -106,7 +106,7 @@ class Union:
         q, k, values, batch = self._prepared(
             v if self.key_mask is None else v.masked_fill(~self.key_mask.unsqueeze(-1), 0)
         )
-        q, k, values = _one_width(q, k, values)
+        q, k, values = one_width(q, k, values)
         out = autograd_functions.run(Merge(self.scale, self.pieces), q, k, values)[..., : v.shape[-1]]
         return out.unflatten(0, batch).to(v.dtype) if batch else out.squeeze(0).to(v.dtype)
 
@@ -122,7 +122,7 @@ class Union:
             out = plain_adjoint(q, k, rows, self.scale, self.pieces)
         else:
             # the kernel's gradient with respect to values that are zero is P^T u
-            q, k, rows = _one_width(q, k, rows)
+            q, k, rows = one_width(q, k, rows)
             merge, zeros = Merge(self.scale, self.pieces), torch.zeros_like(k)
             kept = autograd_functions.Forward.apply(merge, 3, q, k, zeros)
             out = autograd_functions.Pull.apply(merge, 3, rows, q, k, zeros, *kept)[2][..., : u.shape[-1]]
@@ -292,24 +292,30 @@ class Merge:
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: tuple[Piece, ...]) -> Tensor:
     """P v from matrix products: q (b, m, c), k (b, n, c), v (b, n, d)."""
+    return plain_with_lse(q, k, v, scale, pieces)[0]
+
+
+def plain_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: tuple[Piece, ...]) -> tuple[Tensor, Tensor]:
+    """The same, and the log-sum-exp (b, m) of every row, limits.HIDDEN where there is no key."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
-    for piece, p in zip(pieces, _weights(q, k, scale, pieces), strict=True):
+    weights, lse = _weights(q, k, scale, pieces)
+    for piece, p in zip(pieces, weights, strict=True):
         part = p @ v[:, piece.columns.index(v.device)]
         out = out.index_add(1, piece.rows.index(v.device).flatten(), part.flatten(1, 2))
-    return out
+    return out, lse
 
 
 def plain_adjoint(q: Tensor, k: Tensor, u: Tensor, scale: float, pieces: tuple[Piece, ...]) -> Tensor:
     """P^T u from matrix products: q (b, m, c), k (b, n, c), u (b, m, d)."""
     out = k.new_zeros(k.shape[0], k.shape[1], u.shape[-1])
-    for piece, p in zip(pieces, _weights(q, k, scale, pieces), strict=True):
+    for piece, p in zip(pieces, _weights(q, k, scale, pieces)[0], strict=True):
         part = p.mT @ u[:, piece.rows.index(u.device)]
         out = out.index_add(1, piece.columns.index(u.device).flatten(), part.flatten(1, 2))
     return out
 
 
-def _weights(q: Tensor, k: Tensor, scale: float, pieces: tuple[Piece, ...]) -> list[Tensor]:
-    """The entries of P in each piece, (b, blocks, size of a row block, size of a column block)."""
+def _weights(q: Tensor, k: Tensor, scale: float, pieces: tuple[Piece, ...]) -> tuple[list[Tensor], Tensor]:
+    """The entries of P in each piece, (b, blocks, size of a row block, size of a column block), and lse (b, m)."""
     scores, top = [], q.detach().new_full(q.shape[:-1], limits.HIDDEN)
     for piece in pieces:
         rows = piece.rows.index(q.device)
@@ -325,8 +331,11 @@ def _weights(q: Tensor, k: Tensor, scale: float, pieces: tuple[Piece, ...]) -> l
         w = (s - top[:, rows].unsqueeze(-1)).exp().masked_fill(s < limits.HIDDEN / 2, 0)
         total = total.index_add(1, rows.flatten(), w.sum(-1).flatten(1))
         weights.append(w)
-    total = total.masked_fill(total == 0, 1).unsqueeze(-1)
-    return [w / total[:, piece.rows.index(q.device)] for piece, w in zip(pieces, weights, strict=True)]
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    lse = (top + total.log()).masked_fill(empty, limits.HIDDEN)
+    total = total.unsqueeze(-1)
+    return [w / total[:, piece.rows.index(q.device)] for piece, w in zip(pieces, weights, strict=True)], lse
 
 
 def _float_mask(piece: Piece, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -337,7 +346,7 @@ def _float_mask(piece: Piece, like: Tensor) -> tuple[Tensor | None, Tensor | Non
     return like.new_zeros(1, 1, *hidden.shape).masked_fill_(hidden, -math.inf), hidden
 
 
-def _one_width(*tensors: Tensor) -> list[Tensor]:
+def one_width(*tensors: Tensor) -> list[Tensor]:
     """Zero columns added until all are as wide as the widest: the kernel takes one width only."""
     width = max(x.shape[-1] for x in tensors)
     return [filled(x, (0, width - x.shape[-1])) for x in tensors]

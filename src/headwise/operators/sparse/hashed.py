@@ -21,7 +21,7 @@ from torch import Tensor
 from headwise.cost import Cost
 from headwise.errors import ShapeError
 from headwise.operators._kernels import autograd_functions, hashed_attention, limits
-from headwise.operators._kernels.hashed_attention import HashedAttention, hash_order
+from headwise.operators._kernels.hashed_attention import HashedAttention, hash_numbers, hash_order
 from headwise.operators._kernels.key_patterns import two_batch_axes
 from headwise.operators._kernels.queries_keys import QueriesKeys, QueryKeyOperator
 from headwise.operators.claims import Claim, weights_claim
@@ -39,6 +39,7 @@ class Hashed(QueryKeyOperator):
     chunk: int
     order_q: Tensor  # (*batch, rounds, n), positions in the order of their hashes
     order_k: Tensor
+    rotations: Tensor
 
     @property
     def claims(self) -> frozenset[Claim]:
@@ -127,7 +128,8 @@ def hashed(
     if rotations is None:
         rotations = random_rotations(q.shape[-1], n / chunk, rounds, generator=generator).to(q)
     same_kind("Hashed", rotations=rotations)
-    same_kind("Hashed", q=q, rotations=rotations.to(q.dtype))  # hashes are computed in float32
+    # hashes are computed in float32; queries without values may meet rotations that have some
+    same_kind("Hashed", q=q, rotations=rotations.to(q if q.is_meta else q.dtype))
     all_finite("Hashed", rotations=rotations)
     if rotations.dim() not in (3, 4) or 0 in rotations.shape:
         raise ShapeError(
@@ -139,7 +141,7 @@ def hashed(
     with torch.no_grad():
         order_q = _sorted(qk.q, rotations, qk)
         order_k = order_q if shared else _sorted(qk.k, rotations, qk)
-    return Hashed(qk, shared, chunk, order_q, order_k)
+    return Hashed(qk, shared, chunk, order_q, order_k, rotations)
 
 
 def random_rotations(width: int, buckets: float, rounds: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -151,11 +153,21 @@ def random_rotations(width: int, buckets: float, rounds: int, *, generator: torc
 
 def _sorted(x: Tensor, rotations: Tensor, qk: QueriesKeys) -> Tensor:
     """The order (*batch, rounds, n) of positions by hash."""
-    hashes = rotations.float().reshape(-1, *rotations.shape[-3:])  # (1 or 2, rounds, k, half)
+    order = hash_order(*_turned(x, rotations, qk.batch, qk.key_mask))
+    return order.reshape(*qk.batch, *order.shape[-2:])
+
+
+def hashes(x: Tensor, rotations: Tensor, batch: torch.Size, key_mask: Tensor | None) -> Tensor:
+    """The hashes (*batch, rounds, n) of the positions of x (*batch, n, k); masked ones have a larger one than all."""
+    found = hash_numbers(*_turned(x, rotations, batch, key_mask))
+    return found.reshape(*batch, *found.shape[-2:])
+
+
+def _turned(x: Tensor, rotations: Tensor, batch: torch.Size, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The products that are hashed, and the mask, with two batch axes."""
+    halves = rotations.to(x.device).float().reshape(-1, *rotations.shape[-3:])  # (1 or 2, rounds, k, half)
     # one product for all rounds: (*batch, n, hashes, rounds, half)
     with torch.autocast(x.device.type, enabled=False) if autocasting(x.device) else nullcontext():
-        turned = x.float() @ hashes.movedim(-2, 0).flatten(1)
-    turned = two_batch_axes(turned.unflatten(-1, (*hashes.shape[:2], hashes.shape[-1])), qk.batch, trailing=4)
-    mask = None if qk.key_mask is None else two_batch_axes(qk.key_mask, qk.batch, trailing=1)
-    order = hash_order(turned, mask)
-    return order.reshape(*qk.batch, *order.shape[-2:])
+        turned = x.float() @ halves.movedim(-2, 0).flatten(1)
+    turned = two_batch_axes(turned.unflatten(-1, (*halves.shape[:2], halves.shape[-1])), batch, trailing=4)
+    return turned, None if key_mask is None else two_batch_axes(key_mask, batch, trailing=1)

@@ -100,7 +100,7 @@ def _band(n: int, stride: int, causal: bool, device: torch.device) -> list[Piece
     if stride == 1:
         return []
     before, after = stride - 1, 0 if causal else stride - 1
-    return band(n, n, before, after, start=0, bands=min(n, before), itself=False, first=False, device=device)
+    return band(n, n, before, after, start=0, bands=min(n, before), hidden=0, first=False, device=device)
 
 
 def near_root(n: int) -> int:

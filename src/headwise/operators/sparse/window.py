@@ -128,26 +128,26 @@ def band(
     device: torch.device,
     leading: int = 0,
     causal: bool = False,
-    itself: bool = True,
+    hidden: int | None = None,
     first: bool = True,
 ) -> list[Piece]:
-    """Positions start..n against the `before` keys before and `after` keys after them, and themselves if `itself`.
+    """Positions start..n against the `before` keys before and `after` keys after them, and themselves.
 
     From position `bands` on, blocks of queries meet overlapping bands of keys; before it the first `leading` keys are
-    visible too.  `first` is that of every piece.
+    visible too.  The key `hidden` places before a query is left out; `first` is that of every piece.
     """
     ahead = n - m
 
     def visible(i: Tensor, j: Tensor) -> Tensor:
         near = (j >= i - before) & (j <= i + after)
-        return near if itself else near & (j != i)
+        return near if hidden is None else near & (j != i - hidden)
 
     def edge(top: int, bottom: int, left: int, right: int, leading: int) -> list[Piece]:
         """Positions top..bottom against keys left..right, as one masked block."""
         if top >= bottom or left >= right:
             return []
         rows, columns = Tiles(top - ahead, 1, 0, bottom - top), Tiles(left, 1, 0, right - left)
-        if itself and left >= bottom - 1 - before and right - 1 <= top + after:  # every band holds every key
+        if hidden is None and left >= bottom - 1 - before and right - 1 <= top + after:  # every band holds every key
             return [Piece(rows, columns, first)]
         i, j = torch.arange(top, bottom, device=device)[:, None], torch.arange(left, right, device=device)
         mask = visible(i, j) | (j < leading)
