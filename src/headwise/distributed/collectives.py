@@ -173,6 +173,11 @@ def tied(x: Tensor, *others: Tensor) -> Tensor:
     return _Tie.apply(x, *others)  # type: ignore[return-value]
 
 
+def nothing_of(x: Tensor) -> Tensor:
+    """0, but not a constant: as a gradient it takes second derivatives to the collectives that x comes from."""
+    return 0 * x[(slice(1),) * x.dim()].sum()
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], ranks: Ranks) -> Tensor:
@@ -221,6 +226,5 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, ...]:
-        one = gradients[0][(slice(1),) * gradients[0].dim()]
-        zero = 0 * one.sum()  # not a constant: second derivatives run backward there too
+        zero = nothing_of(gradients[0])
         return gradients[0], *(zero.to(device, dtype).expand(shape) for shape, dtype, device in ctx.others)

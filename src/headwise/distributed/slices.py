@@ -15,7 +15,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from headwise.distributed.collectives import Ranks, exchange, tied
+from headwise.distributed.collectives import Ranks, exchange, nothing_of, tied
 from headwise.errors import ShapeError
 from headwise.shapes import truth_values, whole_numbers, whole_tuple
 
@@ -174,7 +174,8 @@ class _Runs(torch.autograd.Function):
         for held, start, length in ctx.runs:
             found[held].narrow(-2, start, length).add_(gradients[0].narrow(-2, row, length))
             row += length
-        return None, *found
+        read, nothing = {held for held, *_ in ctx.runs}, nothing_of(gradients[0])
+        return None, *(x if held in read else nothing.expand(x.shape) for held, x in enumerate(found))
 
 
 def fetch_mask(mask: Tensor | None, held: Layout, wanted: Callable[[int], Tensor], ranks: Ranks) -> Tensor | None:
