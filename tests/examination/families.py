@@ -510,11 +510,18 @@ def recorded(sequences: int = 2) -> Iterator[list[Call]]:
             setattr(F, name, function)
 
 
-def dense_measures(call: Call, b: int, kind: str = "self") -> tuple[dict[str, Tensor], tuple[int, int]]:
-    """Every measure of the heads of one call on sequence b from the whole P, and its size without padding."""
+def dense_measures(
+    call: Call, b: int, kind: str = "self", real: Tensor | None = None
+) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Every measure of the heads of one call on sequence b from the whole P, and its size without padding.
+
+    Tokens that are not `real` are padding, unless a real one attends to them.
+    """
     visible = call.visible[b]
     square = kind == "self" and visible.shape[-1] == visible.shape[-2]
     keys = visible.any(-2).any(0)
+    if square and real is not None:
+        keys &= real | visible[:, real].any(1).any(0)
     queries = visible.any(-1).any(0) & (keys if square else torch.ones(visible.shape[-2], dtype=torch.bool))
     places = torch.arange(len(keys))[queries] if square else torch.arange(int(queries.sum()))
     j = torch.arange(len(keys))
@@ -633,7 +640,9 @@ def verdict(family: str, model_class: str) -> Verdict:
         raise
     except Exception as error:
         return Verdict(family, model_class, "wrong", len(calls), why=f"{type(error).__name__}: {_first_line(error)}")
-    worst, where = 0.0, ""
+    worst, where, real = 0.0, "", None
+    if not getattr(model.config, "is_encoder_decoder", False):  # otherwise it says nothing of the decoder
+        real = batch.get("attention_mask")
     for b, one in enumerate(found):
         mine = [call for call in calls if len(call.q) > b]
         if len(one.sites) > len(mine):
@@ -646,7 +655,7 @@ def verdict(family: str, model_class: str) -> Verdict:
             return Verdict(family, model_class, "wrong", len(calls), why=f"{len(one.sites)} sites, {len(mine)} calls")
         start, measured = 0, {**one.numbers, **one.spectral}
         for site, lengths, call in zip(one.sites, one.lengths, mine, strict=True):
-            expected, size = over_windows(call, b, len(found), site.kind)
+            expected, size = over_windows(call, b, len(found), site.kind, real)
             if size != lengths:
                 return Verdict(family, model_class, "wrong", len(calls), why=f"{site.name}: {lengths}, not {size}")
             for name, values in expected.items():
@@ -658,10 +667,15 @@ def verdict(family: str, model_class: str) -> Verdict:
     return Verdict(family, model_class, outcome, len(calls), worst, where)
 
 
-def over_windows(call: Call, b: int, sequences: int, kind: str) -> tuple[dict[str, Tensor], tuple[int, int]]:
+def over_windows(
+    call: Call, b: int, sequences: int, kind: str, attention_mask: Tensor | None
+) -> tuple[dict[str, Tensor], tuple[int, int]]:
     """Measures of sequence b: means over its windows, where the model cuts a sequence into windows."""
     windows = len(call.q) // sequences if len(call.q) % sequences == 0 else 1
-    each = [dense_measures(call, b * windows + w, kind) for w in range(windows)]
+    real = None
+    if attention_mask is not None and attention_mask.shape == (len(call.q), call.visible.shape[-1]):
+        real = attention_mask[b].bool()
+    each = [dense_measures(call, b * windows + w, kind, real) for w in range(windows)]
     means = {name: torch.stack([numbers[name].double() for numbers, _ in each]).mean(0) for name in each[0][0]}
     sizes = [size for _, size in each]
     return means, (max(m for m, _ in sizes), max(n for _, n in sizes))

@@ -25,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -237,7 +238,7 @@ def _child(request: dict[str, Any]) -> None:
     """Become the command; ends the process."""
     directory, logs = request["directory"], request["logs"]
     os.chdir(directory)
-    os.environ["TMPDIR"] = directory
+    os.environ["TMPDIR"] = tempfile.tempdir = directory  # without the file by which Python tries whether it can write
     for target, name, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, ".stdout", os.O_WRONLY | os.O_CREAT | os.O_TRUNC),

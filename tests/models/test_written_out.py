@@ -226,3 +226,18 @@ def test_padding_that_attends_to_itself_is_no_token() -> None:
     assert padded.lengths == alone.lengths == [(4, 4)] * 2
     torch.testing.assert_close(padded.numbers["entropy"], alone.numbers["entropy"])
     torch.testing.assert_close(padded.spectral["effective_rank"], alone.spectral["effective_rank"])
+
+
+def test_attention_of_a_model_that_takes_its_mask_from_the_cache_is_that_of_its_own_call() -> None:
+    """FSMT's decoder is causal only without use_cache, which its configuration sets."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "src_vocab_size": 50, "tgt_vocab_size": 50}
+    model = transformers.FSMTModel(transformers.FSMTConfig(langs=["a", "b"], **sizes, **heads)).eval()
+    batch = {"input_ids": torch.randint(3, 50, (1, 8)), "decoder_input_ids": torch.randint(3, 50, (1, 8))}
+
+    def later(batch: dict) -> Tensor:
+        return observe(model, batch)[0].numbers["next_mass"][2:4]  # of the decoder's self-attention
+
+    assert torch.equal(later({**batch, "use_cache": False}), torch.zeros(2))
+    assert bool((later(batch) > 0).all())

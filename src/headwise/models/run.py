@@ -44,8 +44,12 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def without_cache(model: nn.Module, batch: Batch) -> Batch:
-    """The batch with use_cache=False for a model that would keep keys and values."""
-    caching = getattr(getattr(model, "config", None), "use_cache", None)
+    """The batch with use_cache=False for a decoder that would keep keys and values.
+
+    Models with an encoder are left alone: FSMT takes its causal mask from it.
+    """
+    config = getattr(model, "config", None)
+    caching = getattr(config, "use_cache", None) and not getattr(config, "is_encoder_decoder", False)
     if not caching or not isinstance(batch, Mapping) or "use_cache" in batch:
         return batch
     accepted = inspect.signature(model.forward).parameters
