@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headwise.distributed import sequence_parallel
+from headwise.distributed.collectives import Ranks
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.pretrained import attention_functions
 from headwise.models.pretrained.derived_models import is_pretrained
@@ -30,6 +31,7 @@ from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.mixed_heads import HeadGroup, MixedHeads
+from headwise.replacement.install.sharded_inputs import ShardedInputs, agree
 from headwise.replacement.kinds import HeadInputs
 
 NAME = "headwise-sequence-parallel"
@@ -42,8 +44,8 @@ def sequence_parallel_model(
     """`model` with its attention over the slices of all ranks of `group`; afterwards it is as it was.
 
     Inputs are this rank's positions: `position_ids` says which, `attention_mask` (b, n) has its own padding, or None on
-    all ranks.  `zigzag` is that of `sequence_parallel`; then pass an attention_mask too, for without one transformers
-    takes a jump in position_ids for the beginning of another sequence.  Caches are not supported.
+    all ranks.  `zigzag` is that of `sequence_parallel`.  Caches and labels are not supported.  With several ranks the
+    first call tries the model on a few tokens of each rank: see `sharded_inputs`.
     """
     if not is_pretrained(model):
         raise InputError(
@@ -53,15 +55,17 @@ def sequence_parallel_model(
     if not attention_functions.supports_sdpa(model):
         raise UnsupportedError(
             f"sequence_parallel_model: {type(model).__name__} has only eager attention, which is causal where its mask "
-            "(b, 1, m, n) says so; no rank has such a mask"
+            "(b, 1, m, n) says so; no rank has such a mask: run it with one process"
         )
     parallel = partial(sequence_parallel, group=group, zigzag=zigzag)
-    parallel(softmax)  # complains about the group before anything is changed
-    attention_functions.register(NAME, partial(_attention, parallel), _mask)
+    ranks = parallel(softmax).ranks  # complains about the group before anything is changed
+    attention_functions.register(NAME, partial(_attention, parallel), partial(_mask, ranks))
     undo = attention_functions.use(model, NAME)
+    inputs = ShardedInputs(model, ranks, zigzag)
     try:
         yield model
     finally:
+        inputs.close()
         undo()
 
 
@@ -86,7 +90,9 @@ def _attention(
     if dropout:
         refused["dropout"] = f"attention dropout of {dropout:g} (call model.eval())"
     if query.shape[-2] != key.shape[-2]:
-        refused["past_key_values"] = "a cache (pass use_cache=False)"
+        refused["past_key_values"] = "a cache (pass use_cache=False), or attention to another sequence,"
+    if attention_mask is not None and attention_mask.dim() != 2:
+        refused["attention_mask"] = f"a mask that the model makes itself, {tuple(attention_mask.shape)},"
     for name, why in refused.items():
         raise UnsupportedError(f"{owner}: {why} ({name}) is not supported in sequence_parallel_model")
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
@@ -132,6 +138,7 @@ def _operator(
 
 
 def _mask(
+    ranks: Ranks,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -143,9 +150,12 @@ def _mask(
     """The padding (b, n) as it was given, the same form on every rank; causality is the module's."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+    problem = None
     if local_size is not None or mask_function not in (causal_mask_function, bidirectional_mask_function):
-        raise UnsupportedError(
+        problem = (
             "sequence_parallel_model: only causal attention and attention to all keys are supported, but this model "
-            "has a sliding window, packed sequences or a mask of its own; with zigzag, pass an attention_mask"
+            "has a sliding window, a mask of its own, or position_ids that jump: pass an attention_mask if they are "
+            "of one sequence, else run it with one process"
         )
+    agree(problem, "this mask", ranks)  # position_ids may jump on one rank only
     return None if attention_mask is None else attention_mask.bool()
