@@ -17,7 +17,10 @@ from tests.distributed.pool import Failed, Pool
 SIZES = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
 GPT = {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 64}
 BART = {
-    **{"d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64},
+    "d_model": 24,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "max_position_embeddings": 64,
     **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
     **{f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")},
 }
