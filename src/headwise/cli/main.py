@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not os.environ.get("COLUMNS", "80").strip("0"):  # without a terminal some shells say 0, and so would tables
         del os.environ["COLUMNS"]
     if "WORLD_SIZE" in os.environ:  # torch reads it when it is loaded: a lost process is a sentence, not C++ frames
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     received: list[int] = []
     try:
         with _signals(received, restore=argv is not None):

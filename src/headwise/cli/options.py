@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -372,11 +373,22 @@ def said_by_another(sentence: str) -> bool:
     is_consequence = any(
         text in sentence for text in ("has ended or hangs", "has ended (see the output", "stopped by SIGTERM")
     )
-    with contextlib.suppress(Exception):  # the process that has the store has ended
-        store = dist.distributed_c10d._get_default_store()
-        failed = store.add("headwise has failed", 1)
-        return (failed if is_consequence else store.add(f"headwise says {sentence}", 1)) > 1
-    return False
+    answers: list[int] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # the process that has the store has ended
+            store = dist.distributed_c10d._get_default_store()
+            failed = store.add("headwise has failed", 1)
+            answers.append(failed if is_consequence else store.add(f"headwise says {sentence}", 1))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(LONGEST_ANSWER)  # the process that has the store may hang, and then this would, too
+    return bool(answers) and answers[0] > 1
+
+
+LONGEST_ANSWER = 5.0
+"""Seconds within which a store of numbers answers."""
 
 
 def named_rank(sentence: str) -> str:

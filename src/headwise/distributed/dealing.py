@@ -63,8 +63,8 @@ def same_on_all(facts: Mapping[str, object]) -> None:
         other = next((rank for rank, theirs in enumerate(found) if theirs.get(name) != found[0].get(name)), None)
         if other is not None:
             raise InputError(
-                f"all processes must have the same {name}, but rank {other} has {_short(found[other][name])}, and rank 0 "
-                f"{_short(found[0][name])}; give all of them the same files and arguments"
+                f"all processes must have the same {name}, but rank {other} has {_short(found[other][name])}, and rank "
+                f"0 {_short(found[0][name])}; give all of them the same files and arguments"
             )
 
 

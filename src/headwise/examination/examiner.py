@@ -131,7 +131,7 @@ def examine(
         # of batches that are generated one by one, only those that were measured can be compared
         known = [batch_hash(batch) for batch in batches] if isinstance(batches, Sequence) else None
         key = run_key(weights, {**settings, "batches": known})
-        same_on_all({"weights": weights, "number of batches": known and len(known), "batches and settings": key})
+        same_on_all({"sequence_parallel": sequence_parallel, "weights": weights, "batches and settings": key})
         if partial_results is not None:
             outputs.partial_results(partial_results, key)
     if ranks is not None and isinstance(batches, Sequence):

@@ -11,7 +11,7 @@ it is told which ones they are: pass `position_ids`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.mixed_heads import HeadGroup, MixedHeads
-from headwise.replacement.install.sharded_inputs import ShardedInputs, agree
+from headwise.replacement.install.sharded_inputs import ShardedInputs, told
 from headwise.replacement.kinds import HeadInputs
 
 NAME = "headwise-sequence-parallel"
@@ -108,11 +108,25 @@ def _attention(
         return out.transpose(1, 2).contiguous(), None
     shared, outs, order = query.shape[1] // key.shape[1], [], []
     for group in heads._groups():
-        build = parallel(partial(_operator, heads, group, scale))
+        build = parallel(_builder(heads, group, scale))
         outs.append(build(group.take(query), group.take_shared(key, shared), **masks)(group.take(values)))
         order += group.heads
     out = torch.cat(outs, dim=1).index_select(1, torch.tensor(order, device=query.device).argsort())
     return out.transpose(1, 2).contiguous(), None
+
+
+def _builder(heads: MixedHeads, group: HeadGroup, scale: float) -> Callable[..., AttentionOperator]:
+    """`_operator` of the group, with a name for errors."""
+    if group.choice.kind == "hashed":
+        raise UnsupportedError(
+            f"{group.choice}: draws other rotations on every rank; choose another kind, or use one process"
+        )
+
+    def build(q: Tensor, k: Tensor, **masks: Any) -> AttentionOperator:
+        return _operator(heads, group, scale, q, k, **masks)
+
+    build.__name__ = str(group.choice)
+    return build
 
 
 def _operator(
@@ -147,7 +161,7 @@ def _mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The padding (b, n) as it was given, the same form on every rank; causality is the module's."""
+    """The padding (b, n) as it was given, None if no rank has any; causality is the module's."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     problem = None
@@ -157,5 +171,6 @@ def _mask(
             "has a sliding window, a mask of its own, or position_ids that jump: pass an attention_mask if they are "
             "of one sequence, else run it with one process"
         )
-    agree(problem, "this mask", ranks)  # position_ids may jump on one rank only
-    return None if attention_mask is None else attention_mask.bool()
+    padded = attention_mask is not None and not bool((attention_mask != 0).all())
+    # position_ids may jump, and there may be padding, on one rank only
+    return attention_mask.bool() if any(told(problem, padded, ranks)) and attention_mask is not None else None

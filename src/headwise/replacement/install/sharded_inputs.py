@@ -99,23 +99,27 @@ class ShardedInputs:
 
 def agree(problem: str | None, said: str, ranks: Ranks, own: Exception | None = None) -> None:
     """Raise on every rank if there is a problem on one, which raises `own`, or if they say different things."""
-    if ranks.size == 1:
-        if problem is not None:
-            raise UnsupportedError(problem)
-        return
-    found: list[Any] = [None] * ranks.size
-    ranks.call(dist.all_gather_object, found, (problem, said))
+    sayings = told(problem, said, ranks, own)
+    other = next((rank for rank, saying in enumerate(sayings) if saying != said), None)
+    if other is not None:
+        raise InputError(
+            f"sequence_parallel_model: all ranks must make the same call, but rank {ranks.rank} calls {said}, and rank "
+            f"{other} calls {sayings[other]}"
+        )
+
+
+def told(problem: str | None, fact: Any, ranks: Ranks, own: Exception | None = None) -> list[Any]:
+    """`fact` of every rank; raise on every rank if there is a problem on one."""
+    found: list[Any] = [(problem, fact)]
+    if ranks.size > 1:
+        found = [None] * ranks.size
+        ranks.call(dist.all_gather_object, found, (problem, fact))
     if own is not None:
         raise own
     problem = problem or next((f"{other} (on rank {rank})" for rank, (other, _) in enumerate(found) if other), None)
     if problem is not None:
         raise UnsupportedError(problem)
-    other = next((rank for rank, (_, saying) in enumerate(found) if saying != said), None)
-    if other is not None:
-        raise InputError(
-            f"sequence_parallel_model: all ranks must make the same call, but rank {ranks.rank} calls {said}, and rank "
-            f"{other} calls {found[other][1]}"
-        )
+    return [fact for _, fact in found]
 
 
 def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
