@@ -31,8 +31,9 @@ from headwise.operators.masks import Mask
 from headwise.operators.softmax import softmax
 from headwise.replacement.install import transformers_attention as interface
 from headwise.replacement.install.mixed_heads import HeadGroup, MixedHeads
+from headwise.replacement.install.operator_heads import OperatorHeads
 from headwise.replacement.install.sharded_inputs import ShardedInputs, told
-from headwise.replacement.kinds import HeadInputs
+from headwise.replacement.kinds import Choice, HeadInputs
 
 NAME = "headwise-sequence-parallel"
 
@@ -103,6 +104,9 @@ def _attention(
         masks["key_mask"] = attention_mask.unsqueeze(1)
     heads = getattr(module, interface.NAME, None)
     values = repeat_heads(value, query, owner)
+    if isinstance(heads, OperatorHeads):
+        out = parallel(_replaced(heads, scale))(query, repeat_heads(key, query, owner), **masks)(values)
+        return out.transpose(1, 2).contiguous(), None
     if not isinstance(heads, MixedHeads) or heads.replaced is None:
         out = parallel(partial(softmax, scale=scale))(query, key, **masks)(values)
         return out.transpose(1, 2).contiguous(), None
@@ -117,16 +121,40 @@ def _attention(
 
 def _builder(heads: MixedHeads, group: HeadGroup, scale: float) -> Callable[..., AttentionOperator]:
     """`_operator` of the group, with a name for errors."""
-    if group.choice.kind == "hashed":
-        raise UnsupportedError(
-            f"{group.choice}: draws other rotations on every rank; choose another kind, or use one process"
-        )
+    _check_rotations(group.choice)
 
     def build(q: Tensor, k: Tensor, **masks: Any) -> AttentionOperator:
         return _operator(heads, group, scale, q, k, **masks)
 
     build.__name__ = str(group.choice)
     return build
+
+
+def _replaced(heads: OperatorHeads, scale: float) -> Callable[..., AttentionOperator]:
+    """The operator that `replace` put into a layer."""
+    _check_rotations(heads.choice)
+
+    def build(q: Tensor, k: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> AttentionOperator:
+        if key_mask is not None and heads.from_first_key:
+            raise UnsupportedError(f"{heads.where}: {name} {FROM_FIRST_KEY}")
+        return heads.operator(HeadInputs(q, k, Mask(q.shape[-2], k.shape[-2], causal, key_mask), scale))
+
+    name = str(heads.choice) if isinstance(heads.choice, Choice) else getattr(heads.choice, "__name__", "operator")
+    build.__name__ = name
+    return build
+
+
+def _check_rotations(choice: object) -> None:
+    if isinstance(choice, Choice) and choice.kind == "hashed":
+        raise UnsupportedError(
+            f"{choice}: draws other rotations on every rank; choose another kind, or use one process"
+        )
+
+
+FROM_FIRST_KEY = (
+    "counts positions from the first key that is not padding, which may be on another rank; pass sequences without "
+    "padding"
+)
 
 
 def _operator(
@@ -143,10 +171,7 @@ def _operator(
     if group.choice.kind == "softmax" or heads.runs_exact(k.shape[-2]):
         return softmax(q, k, scale=scale, causal=causal, key_mask=key_mask)
     if key_mask is not None and group.choice.definition.from_first_key:
-        raise UnsupportedError(
-            f"{group.choice}: counts positions from the first key that is not padding, which may be on another rank; "
-            "pass sequences without padding"
-        )
+        raise UnsupportedError(f"{group.choice}: {FROM_FIRST_KEY}")
     mask = Mask(q.shape[-2], k.shape[-2], causal, key_mask)
     return group.choice.operator(HeadInputs(q, k, mask, scale), group.tensors)
 
