@@ -50,6 +50,16 @@ def test_a_model_whose_attention_was_replaced(two: Pool, choice: Choice) -> None
     assert max(two.run(replaced, choice)) < 1e-5
 
 
+def narrowed() -> float:
+    net, _ = headwise.shrink(model("Llama"), [texts(20), texts(30)], keep=0.5)
+    return run(net, texts(23), Slices((9, 14)))
+
+
+def test_a_narrowed_model(two: Pool) -> None:
+    """It was computed with its old widths, without a word."""
+    assert max(two.run(narrowed)) < 1e-5
+
+
 def hashed_heads() -> str:
     net, _ = headwise.rewrite(model("Bert"), Choice("hashed", {"rounds": 1, "chunk": 4}), probe=texts(23))
     with pytest.raises(HeadwiseError) as error, sequence_parallel_model(net):

@@ -25,6 +25,7 @@ from headwise.distributed.collectives import Ranks
 from headwise.errors import InputError, UnsupportedError
 from headwise.models.pretrained import attention_functions
 from headwise.models.pretrained.derived_models import is_pretrained
+from headwise.models.widths.widened_attention import widened
 from headwise.operators._kernels.queries_keys import repeat_heads
 from headwise.operators.base import AttentionOperator
 from headwise.operators.masks import Mask
@@ -97,6 +98,7 @@ def _attention(
     for name, why in refused.items():
         raise UnsupportedError(f"{owner}: {why} ({name}) is not supported in sequence_parallel_model")
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+    query, key = widened(module, query, key)
     masks: dict[str, Any] = {}
     if bool(getattr(module, "is_causal", True) if is_causal is None else is_causal):
         masks["causal"] = True
