@@ -159,6 +159,14 @@ def hooks_left() -> list[int]:
         pass
     with pytest.raises(UnsupportedError), sequence_parallel_model(net):
         net(texts(5)["input_ids"])
+    with sequence_parallel_model(net):
+        with pytest.raises(UnsupportedError):
+            net(texts(5)["input_ids"])
+        net.eval()
+        net(texts(5)["input_ids"], position_ids=torch.arange(5).unsqueeze(0) + 5 * dist.get_rank())  # still works
+        with pytest.raises(UnsupportedError):  # still checked
+            net(texts(5)["input_ids"])
+        net.train()
     return [len(net._forward_pre_hooks), len(net._forward_hooks), not net.training]
 
 

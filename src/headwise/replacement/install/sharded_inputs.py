@@ -63,7 +63,8 @@ class ShardedInputs:
         if self._running is not None or self.ranks.size == 1 or torch.compiler.is_compiling():
             return None
         self._running = model
-        problem, names, key = None, tuple[str, ...](), tuple[Any, ...]()
+        problem, given = None, dict[str, Any]()
+        names, key = tuple[str, ...](), tuple[Any, ...]()
         self._checking = True
         try:
             given = _by_name(model, args, kwargs)
@@ -81,15 +82,11 @@ class ShardedInputs:
             self._checking = False
         agree(problem, f"{type(model).__name__} with {', '.join(names)}", self.ranks)
         PASSED.setdefault(model, set()).add(key)
-        if (
-            self.zigzag
-            and "position_ids" in names
-            and "attention_mask" not in names
-            and _takes(model, "attention_mask")
-        ):
+        parameters = list(inspect.signature(model.forward).parameters)
+        if self.zigzag and "attention_mask" in parameters[len(args) :] and "attention_mask" not in names:
             # without a mask transformers takes a jump in position_ids for the beginning of another sequence
-            ids = given["position_ids"]
-            kwargs = {**kwargs, "attention_mask": torch.ones(*_tokens(model, given).shape[:2], device=ids.device)}
+            tokens = _tokens(model, given)
+            kwargs = {**kwargs, "attention_mask": torch.ones(tokens.shape[:2], device=tokens.device)}
         return args, kwargs
 
     def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
