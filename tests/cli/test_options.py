@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
+from headwise.cli import options as shared
 from headwise.cli.options import (
     Parser,
     add_inputs,
@@ -19,7 +22,9 @@ from headwise.cli.options import (
     is_quiet,
     join_processes,
     make_inputs,
+    named_rank,
     number,
+    said_by_another,
 )
 from headwise.cli.tables import make_table
 from headwise.errors import InputError, check_extra
@@ -174,3 +179,42 @@ def test_processes_that_cannot_meet_say_so(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setenv(name, value)
         with pytest.raises(InputError, match=r"^cannot join the other 1 processes: .*; start several processes with"):
             join_processes()
+
+
+def test_how_long_processes_wait_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(backend: str, timeout: object) -> None:
+        raise RuntimeError(f"nobody came within {timeout}")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="nobody came within 0:00:07; start"):
+        join_processes(7)
+
+
+def test_a_process_does_not_wait_for_the_store_of_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    class Store:
+        def add(self, key: str, amount: int) -> int:
+            ended.wait(60)
+            return 1
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", Store)
+    monkeypatch.setattr(shared, "LONGEST_ANSWER", 0.05)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    start = time.monotonic()
+    assert not said_by_another("rank 1 of 2: all_reduce failed")
+    ended.set()
+    assert time.monotonic() - start < 30
+
+
+def test_errors_on_several_processes_name_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert named_rank("no room") == "no room"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert named_rank("no room") == "rank 1 of 2: no room"
+    assert named_rank("rank 1 of 2: all_reduce failed") == "rank 1 of 2: all_reduce failed"

@@ -153,7 +153,7 @@ def test_a_command_joins_after_what_would_keep_its_threads() -> None:
     program = """
 import sys, torch.distributed as dist
 from headwise.cli.options import join_processes
-def join(backend): sys.exit("torch._dynamo" in sys.modules and 7)
+def join(backend, **options): sys.exit("torch._dynamo" in sys.modules and 7)
 dist.init_process_group = join
 join_processes()"""
     launched = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from headwise.distributed.dealing import dealt, from_first
+from headwise.errors import InputError
 from headwise.replacement import Plan, plan
 from tests.distributed.pool import Pool
 
@@ -59,6 +61,17 @@ def test_two_processes_make_the_plan_of_one(two: Pool, tmp_path: Path) -> None:
     again, _ = two.run(shared, tmp_path / "parts")[0]  # everything is there
     assert without_times(again) == without_times(first)
     assert len(list((tmp_path / "parts").iterdir())) == kept
+
+
+def planned_apart() -> str:
+    given = texts() if dist.get_rank() == 0 else {**texts(), "c": texts()["a"]}
+    with pytest.raises(InputError) as error:
+        plan(model(), given, tolerance=0.05, objective="memory", evaluations=1)
+    return str(error.value)
+
+
+def test_processes_with_other_texts_end_with_a_sentence(two: Pool) -> None:
+    assert all("same texts and settings, but rank 1 has " in found for found in two.run(planned_apart))
 
 
 def where() -> tuple[dict[str, int], int]:

@@ -80,6 +80,8 @@ def one_process() -> None:
     assert "takes no position_ids" in refusal(lambda: shared(nn.Linear(1, 1), text(40)))
     padded = {**text(40), "attention_mask": torch.ones(1, 40, dtype=torch.long).index_fill_(1, torch.tensor([0]), 0)}
     assert "has padding" in refusal(lambda: shared(model("Llama"), padded))
+    few = 2 * dist.get_world_size() - 1  # transformers does not say that the attention of a single token is causal
+    assert "need 2 tokens each" in refusal(lambda: shared(model("Llama"), text(few)))
     batch = {"input_ids": text(40)["input_ids"].reshape(2, 20)}
     assert "one text at a time" in refusal(lambda: shared(model("Llama"), batch))
     if dist.get_world_size() > 2:
@@ -93,6 +95,36 @@ def test_two_processes_have_the_numbers_of_one(two: Pool) -> None:
 @pytest.mark.slow
 def test_four_processes_have_the_numbers_of_one(four: Pool) -> None:
     four.run(one_process)
+
+
+def examined_apart() -> list[str]:
+    """Sentences of this rank where its weights, texts or settings are others than those of rank 0."""
+    rank = dist.get_rank()
+    net = model("Llama")
+    assert "text 1: a text of 1 tokens" in refusal(lambda: examine(net, [text(9), text(1)], sequence_parallel=True))
+    own = model("Llama")
+    own.layers[0].mlp.up_proj.weight.data += rank
+    return [
+        refusal(lambda: examine(own, [text(9), text(8)])),
+        refusal(lambda: examine(net, [text(9), text(8 + rank)])),
+        refusal(lambda: examine(net, [text(9)] * (2 + rank), sequence_parallel=True)),
+        refusal(lambda: examine(net, [text(9)], sequence_parallel=rank > 0)),
+        refusal(lambda: examine(net, [text(9)], seed=rank)),
+    ]
+
+
+def test_processes_that_examine_different_things_end_with_a_sentence(two: Pool) -> None:
+    for found in two.run(examined_apart):
+        names = ["weights", *["batches and settings"] * 2, "sequence_parallel", "batches and settings"]
+        for name, sentence in zip(names, found, strict=True):
+            assert sentence.startswith(f"all processes must have the same {name}, but rank 1 has "), sentence
+
+
+def test_a_text_of_one_token_among_others() -> None:
+    """Whether its attention is causal cannot be seen; it was taken for another model."""
+    found = examine(model("Llama"), [text(1), text(9)], spectra_every=0)
+    assert [site["causal"] for site in found.sites] == [True, True]
+    assert examine(model("Llama"), [text(9), text(1)], spectra_every=0).sites == found.sites
 
 
 def test_several_processes_are_needed() -> None:

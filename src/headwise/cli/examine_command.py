@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     command = "headwise examine " + shlex.join(argv)
-    rank, processes = shared.join_processes()
+    rank, processes = shared.join_processes(options.timeout)
     if rank != 0:  # the first process has the lock, writes the report and prints
         options.quiet = True
         _examine(options, options.out.expanduser() / PARTIAL, command, processes)
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--memory", type=megabytes, metavar="MB", help="megabytes that blocks of P may take")
     shared.add_seed(parser)
+    shared.add_timeout(parser)
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     shared.add_force(parser)
     shared.add_json(parser)

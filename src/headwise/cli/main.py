@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from headwise import __version__
-from headwise.cli.options import Parser, said_by_another
+from headwise.cli.options import Parser, named_rank, said_by_another
 from headwise.errors import HeadwiseError, InputError
 
 BUG = 70
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not os.environ.get("COLUMNS", "80").strip("0"):  # without a terminal some shells say 0, and so would tables
         del os.environ["COLUMNS"]
     if "WORLD_SIZE" in os.environ:  # torch reads it when it is loaded: a lost process is a sentence, not C++ frames
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     received: list[int] = []
     try:
         with _signals(received, restore=argv is not None):
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed, too
         if sentence and not said_by_another(sentence):
             said = _one_line(sentence).removeprefix(f"{name.rpartition(' ')[2]}: ")  # functions name themselves, too
-            print(f"{name}: {said}", file=sys.stderr)
+            print(f"{name}: {named_rank(said)}", file=sys.stderr)
     try:
         _flush()
     except (OSError, ValueError):  # Python would try again at its end, and complain

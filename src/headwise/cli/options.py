@@ -10,11 +10,13 @@ import argparse
 import atexit
 import contextlib
 import dataclasses
+import datetime
 import itertools
 import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -296,7 +298,21 @@ def _refuse_unused(given: dict[str, Any], names: Sequence[str], reason: str) -> 
             raise InputError(f"--{name.replace('_', '-')} would have no effect, because {reason}; leave it out")
 
 
-def join_processes() -> tuple[int, int]:
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--timeout",
+        type=whole_number(1, 10_000_000),
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help="with torchrun: how long processes wait for one that does not answer (default: %(default)s)",
+    )
+
+
+TIMEOUT = 1800
+"""Seconds; that of torch."""
+
+
+def join_processes(timeout: int = TIMEOUT) -> tuple[int, int]:
     """(rank, number of processes); started by torchrun, join the other processes."""
     processes = _from_launcher("WORLD_SIZE", 1)
     if processes == 1:
@@ -314,7 +330,9 @@ def join_processes() -> tuple[int, int]:
         if has_gpus:
             torch.cuda.set_device(_from_launcher("LOCAL_RANK", 0) % torch.cuda.device_count())
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo")
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=datetime.timedelta(seconds=timeout)
+            )
         except (RuntimeError, ValueError) as error:
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise InputError(f"{NOT_JOINED} {processes - 1} processes: {reason[:200]}; {LAUNCH}") from error
@@ -355,11 +373,30 @@ def said_by_another(sentence: str) -> bool:
     is_consequence = any(
         text in sentence for text in ("has ended or hangs", "has ended (see the output", "stopped by SIGTERM")
     )
-    with contextlib.suppress(Exception):  # the process that has the store has ended
-        store = dist.distributed_c10d._get_default_store()
-        failed = store.add("headwise has failed", 1)
-        return (failed if is_consequence else store.add(f"headwise says {sentence}", 1)) > 1
-    return False
+    answers: list[int] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # the process that has the store has ended
+            store = dist.distributed_c10d._get_default_store()
+            failed = store.add("headwise has failed", 1)
+            answers.append(failed if is_consequence else store.add(f"headwise says {sentence}", 1))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(LONGEST_ANSWER)  # the process that has the store may hang, and then this would, too
+    return bool(answers) and answers[0] > 1
+
+
+LONGEST_ANSWER = 5.0
+"""Seconds within which a store of numbers answers."""
+
+
+def named_rank(sentence: str) -> str:
+    """`sentence` with the rank of this process before it, if it has joined others and does not say so itself."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized() or dist.get_world_size() == 1 or sentence.startswith("rank "):
+        return sentence
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}: {sentence}"
 
 
 def wait_for_processes(processes: int) -> None:

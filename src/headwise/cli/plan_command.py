@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     from headwise.replacement.plans import FILES
 
     names, command = [*FILES, "trade-off.svg"], "headwise plan " + shlex.join(argv)
-    rank, processes = shared.join_processes()
+    rank, processes = shared.join_processes(options.timeout)
     if rank != 0:  # the first process has the lock, writes the plan and prints
         options.quiet = True
         _plan(options, options.out.expanduser() / PARTIAL, command, processes)
@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--report", type=shared.file_path, metavar="DIR", help="add the plan to the report of examine there"
     )
+    shared.add_timeout(parser)
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     shared.add_force(parser)
     shared.add_seed(parser, "of the random directions and labels")

@@ -9,6 +9,7 @@ operator that it returns says what has to be exchanged (`exchanges`); its parame
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from typing import Any, Literal, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headwise.cost import Cost
 from headwise.distributed import (
@@ -148,15 +151,14 @@ class ShardedOperator(AttentionOperator):
             return self._by_heads(call, v)
         if self.builder.exchange == "ring" and not isinstance(operator, Softmax):
             raise UnsupportedError(f"sequence_parallel: there is no ring for {type(operator).__name__}, only softmax")
+        reads = any(x.is_meta and x.dtype.is_floating_point for x in tensors_in(operator))
+        if not reads and any(x.is_meta for x in tensors_in(operator)):  # positions made on the device of q
+            q, k = (x.new_zeros(1).expand(y.shape) for x, y in zip((self.q, self.k), self._whole(call), strict=True))
+            operator = self._build(q, k, sequence_mask(call))
         try:
             return local_rows(operator, call, v)
         except NoExchange:
-            pass
-        if not any(x.is_meta for x in tensors_in(operator)):
-            return columns(operator, call, v)
-        if any(x.is_meta and x.dtype.is_floating_point for x in tensors_in(operator)):
-            return self._by_heads(call, v)
-        return columns(self._build(*self._whole(call), key_mask=sequence_mask(call)), call, v)
+            return self._by_heads(call, v) if reads else columns(operator, call, v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """This rank's rows of P^T u, from its rows of u; no rank needs v."""
@@ -205,7 +207,8 @@ class ShardedOperator(AttentionOperator):
     def _build(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> AttentionOperator:
         masks: dict[str, Any] = {"causal": True} if self.causal else {}
         masks |= {} if key_mask is None else {"key_mask": key_mask}
-        operator = self.builder.build(q, k, **masks)
+        with _WithoutValues() if q.is_meta else contextlib.nullcontext():
+            operator = self.builder.build(q, k, **masks)
         if not isinstance(operator, AttentionOperator):
             raise InputError(f"sequence_parallel: build must return an operator, but returns {shown(operator)}")
         return operator
@@ -314,6 +317,18 @@ class ShardedOperator(AttentionOperator):
                     f"is {self.key_mask.dtype} with shape {tuple(self.key_mask.shape)}"
                 )
         broadcast_batch(owner, operator=self.shape[:-2], v=v.shape[:-2])
+
+
+class _WithoutValues(TorchDispatchMode):
+    """RuntimeError where values would be made from none: torch takes indices on meta, and returns garbage."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if any(x.is_meta for x in given) and not all(x.is_meta for x in made):
+            raise RuntimeError(f"{func}: a tensor with values is indexed by one on meta, which has none")
+        return out
 
 
 def _agree(said: str, ranks: Ranks, *tensors: Tensor | None) -> list[list[int]]:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from headwise import outputs
 from headwise.distributed.collectives import Ranks, largest
+from headwise.distributed.dealing import same_on_all
 from headwise.errors import InputError
 from headwise.examination.advice import with_advice
 from headwise.examination.measure.depth import with_depth
 from headwise.examination.measure.head_measures import MEASURES
 from headwise.examination.measure.importance import with_importance
 from headwise.examination.measure.observe import ExaminedSite, Measurement, observe
-from headwise.examination.measure.text_shard import beginning, check_shared_run
+from headwise.examination.measure.text_shard import beginning, check_shared_run, check_tokens
 from headwise.examination.record import SCHEMA, Examination
 from headwise.examination.report.excerpt import make_excerpt
 from headwise.examination.summary import summarise
@@ -126,10 +127,16 @@ def examine(
     weights = weights_hash(model)
     settings = {"seed": seed, "spectra_every": spectra_every, "entries": entries, "measures": list(MEASURES)}
     settings["names"] = token_names is not None
-    if partial_results is not None:
+    if partial_results is not None or everybody is not None:
         # of batches that are generated one by one, only those that were measured can be compared
         known = [batch_hash(batch) for batch in batches] if isinstance(batches, Sequence) else None
-        outputs.partial_results(partial_results, run_key(weights, {**settings, "batches": known}))
+        key = run_key(weights, {**settings, "batches": known})
+        same_on_all({"sequence_parallel": sequence_parallel, "weights": weights, "batches and settings": key})
+        if partial_results is not None:
+            outputs.partial_results(partial_results, key)
+    if ranks is not None and isinstance(batches, Sequence):
+        for index, batch in enumerate(batches):
+            check_tokens(model, batch, ranks.size, f"text {index}: " if len(batches) > 1 else "")
     hashes: list[str] = []
     total = len(batches) if isinstance(batches, Sequence) else None
     with reported(progress) as report, as_it_was(model):

@@ -18,7 +18,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -36,9 +36,19 @@ from headwise.examination.measure.head_kinds import (
     traits_of,
 )
 from headwise.examination.measure.head_measures import MEASURES
-from headwise.examination.measure.observe import Measurement
+from headwise.examination.measure.observe import ExaminedSite, Measurement
 from headwise.examination.record import Examination, Mode, Record, statistic
 from headwise.models.inputs import TEXT_WORDS, in_words
+
+
+def _settled(measurement: Measurement, lengths: Sequence[tuple[int, int]] | None = None) -> list[ExaminedSite]:
+    """The sites as texts of these lengths show them: attention to a single key is not known to be causal."""
+    lengths = measurement.lengths if lengths is None else lengths
+    if len(lengths) != len(measurement.sites):
+        return measurement.sites
+    return [
+        replace(site, causal=False) if n == 1 else site for site, (_, n) in zip(measurement.sites, lengths, strict=True)
+    ]
 
 
 def summarise(
@@ -50,9 +60,9 @@ def summarise(
     excerpt: Mapping[str, Any],
 ) -> Examination:
     """One Examination from all texts.  The order of `measurements` does not matter beyond rounding."""
-    first = measurements[0]
-    for other in measurements[1:]:
-        if other.sites != first.sites:
+    first = max(measurements, key=lambda x: max(x.lengths))
+    for other in measurements:
+        if _settled(other) != _settled(first, other.lengths):
             raise InputError(
                 f"the model attends at {len(first.sites)} sites on one text and at {len(other.sites)} on another; "
                 "examine texts of one kind at a time"

@@ -51,20 +51,25 @@ LEADING_OPTION, RANK, SHARPNESS = KindOption(0, 0, LARGEST), KindOption(64, 1, L
 # ---- functions of the offset j - i ----
 
 
-def _toeplitz(x: HeadInputs, logits: Callable[[Tensor], Tensor]) -> AttentionOperator:
-    """softmax of logits(j - i): a function of the offsets (m + n - 1,), the last query at the last key."""
-    by_offset = logits(torch.arange(-(x.n - 1), x.m, device=x.q.device)).to(x.q.dtype)
+def _toeplitz(x: HeadInputs, logits: Callable[[Tensor], Tensor], device: torch.device) -> AttentionOperator:
+    """softmax of logits(j - i): a function of the offsets (m + n - 1,), the last query at the last key.
+
+    The learned tensors are on `device`; q and k may be without values, on meta, to see what is built.
+    """
+    by_offset = logits(torch.arange(-(x.n - 1), x.m, device=device)).to(x.q.dtype)
     return toeplitz_softmax(by_offset.unsqueeze(0), x.m, x.n, **x.masks)
 
 
 def _profile(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
-    reach = options["reach"]
-    return _toeplitz(x, lambda offset: tensors["profile"].index_select(-1, offset.clamp(-reach, reach) + reach))
+    reach, profile = options["reach"], tensors["profile"]
+    return _toeplitz(
+        x, lambda offset: profile.index_select(-1, offset.clamp(-reach, reach) + reach), device=profile.device
+    )
 
 
 def _gaussian_window(x: HeadInputs, options: Options, tensors: Tensors) -> AttentionOperator:
     centre, precision = (y.unsqueeze(-1) for y in (tensors["centre"], (-2 * tensors["log_width"]).exp()))
-    return _toeplitz(x, lambda offset: -(offset.to(centre.dtype) - centre).square() * precision / 2)
+    return _toeplitz(x, lambda offset: -(offset.to(centre.dtype) - centre).square() * precision / 2, centre.device)
 
 
 def mean_profile(samples: Sequence[AttentionSample], reach: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headwise.distributed.collectives import Ranks
 from headwise.distributed.exchanges import by_heads, by_positions
 from headwise.distributed.slices import Slices
-from headwise.errors import InputError, UnsupportedError
+from headwise.errors import HeadwiseError, InputError, UnsupportedError
 from headwise.models.intercept import AttentionCall, intercept
 from headwise.models.run import Batch, run_model
 from headwise.operators.masks import Mask
@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 CHECKED_TOKENS = 32
 """Tokens for each process of the text on which the shared run is compared with a run of one process."""
+
+LEAST_TOKENS = 2
+"""For each process: of a single token transformers does not say whether its attention is causal."""
 
 AGREEMENT = 1e-3
 """Largest difference of queries, keys and values, relative to their largest entry, that is rounding."""
@@ -127,6 +130,14 @@ def check_shared_run(model: nn.Module, batch: Batch, ranks: Ranks) -> None:
         )
 
 
+def check_tokens(model: nn.Module, batch: Batch, processes: int, which: str) -> None:
+    """HeadwiseError, which begins with `which`, unless the processes can share the batch."""
+    try:
+        _tokens_only(model, batch, processes)
+    except HeadwiseError as error:
+        raise type(error)(f"{which}{error}") from error
+
+
 def beginning(batch: Batch, tokens: int) -> dict[str, Tensor]:
     """The first tokens of a text, a dict of tensors (1, N)."""
     assert isinstance(batch, Mapping)
@@ -149,6 +160,9 @@ def _tokens_only(model: nn.Module, batch: Batch, processes: int) -> dict[str, Te
         raise UnsupportedError(f"one text at a time can be shared by several processes, but the batch has {shapes}")
     if mask is not None and not bool(mask.all()):
         raise UnsupportedError("the text has padding, which several processes cannot share; leave it away")
-    if shape[1] < processes:
-        raise InputError(f"a text of {shape[1]} tokens cannot be shared by {processes} processes")
+    if shape[1] < LEAST_TOKENS * processes:
+        raise InputError(
+            f"a text of {shape[1]} tokens cannot be shared by {processes} processes, which need {LEAST_TOKENS} tokens "
+            "each; start fewer, leave the text out, or let the processes share the texts"
+        )
     return tokens

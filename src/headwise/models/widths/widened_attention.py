@@ -115,9 +115,7 @@ def attention(
                 "HeadDimensions: a stock class has loaded the files; load them with AutoModel after `import headwise`"
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, **options, **kwargs)
-    x, context, cached = _RUNNING.inputs.pop(id(module))  # keys that come from a WidenedCache have their new width
-    wide_q = dimensions.queries(query, x)
-    wide_k = key if cached else dimensions.keys(key, context)
+    x, context, wide_q, wide_k = _widened(module, dimensions, query, key)
     d = value.shape[-1]
     if d < dimensions.width:  # torch's fused kernels need one width
         padded = F.pad(value, (0, dimensions.width - d))
@@ -135,6 +133,20 @@ def attention(
         own_q, own_k = wide_q[..., : dimensions.base], wide_k[..., : dimensions.base]
         observer(WidenedCall(x, context, own_q, own_k, wide_q, wide_k, value, mask, scaling), out)
     return out, None
+
+
+def widened(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys with the widths that growth or shrinking gave the module: what other attention functions use."""
+    dimensions: HeadDimensions | None = getattr(module, NAME, None)
+    return (query, key) if dimensions is None else _widened(module, dimensions, query, key)[2:]
+
+
+def _widened(
+    module: nn.Module, dimensions: HeadDimensions, query: Tensor, key: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What queries and keys are computed from, and both with their new widths."""
+    x, context, cached = _RUNNING.inputs.pop(id(module))  # keys that come from a WidenedCache have their new width
+    return x, context, dimensions.queries(query, x), key if cached else dimensions.keys(key, context)
 
 
 class WidenedCache:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.distributed.dealing import dealt, from_first, several
+from headwise.distributed.dealing import dealt, from_first, same_on_all, several
 from headwise.errors import InputError
 from headwise.models.fingerprint import batch_hash, check_weights, run_key, weights_hash
 from headwise.models.run import as_it_was
@@ -113,6 +113,8 @@ def plan(
         tried = list(dict.fromkeys([SOFTMAX, *tried, *simpler]))
         settings = {"seed": seed, "lengths": lengths, "choices": [str(choice) for choice in tried]}
         settings |= {"batches": {kind: [batch_hash(x) for x in given] for kind, given in kinds.items()}}
+        key = run_key(weights, settings)
+        same_on_all({"weights": weights, "texts and settings": key})
         run = _Run(
             model,
             kinds,
@@ -122,7 +124,7 @@ def plan(
             from_first(lambda: relative_costs(sites, tried, lengths[-1], objective)),
             answer,
             seed,
-            PlanProgress(partial_results, run_key(weights, settings)),
+            PlanProgress(partial_results, key),
             evaluations,
             confidence,
             report,
