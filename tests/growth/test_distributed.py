@@ -5,6 +5,7 @@ Parameters that fully_shard has cut into shards are refused; a model that grew b
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,9 @@ def work(rank: int, folder: str) -> None:
         "refused": refused,
     }
     torch.save(result, f"{folder}/{rank}.pt")
+    # where the wrapper is the last to hold the group, torch 2.13 now and then waits for ever at its end
+    del grower, wrapped
+    gc.collect()
     dist.destroy_process_group()
 
 

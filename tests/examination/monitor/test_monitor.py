@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 from pathlib import Path
@@ -205,6 +206,8 @@ def test_distributed_data_parallel_has_the_names_of_the_model(net: Net, x: Tenso
         train(parallel, x, monitor, 2)
         assert {head.layer for head in monitor.history.heads} == {"layers.0", "layers.1"}
         assert all(p.grad is not None for p in net.parameters())
+        del parallel, monitor  # see tests/growth/test_distributed.py
+        gc.collect()
     finally:
         torch.distributed.destroy_process_group()
 
@@ -219,6 +222,8 @@ def _one_of_two(rank: int, folder: str) -> None:
     train(parallel, torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(rank)), monitor, 3)
     gradient = torch.cat([p.grad.flatten() for p in parallel.parameters()])
     torch.save((monitor.history.to_dict(), gradient), f"{folder}/{rank}.pt")
+    del parallel, monitor  # see tests/growth/test_distributed.py
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 
