@@ -13,7 +13,7 @@ import importlib
 import sys
 
 TYPE_CHECKING = False  # a constant instead of typing's: importing typing would dominate the import time
-__version__ = "0.8.0"
+__version__ = "0.9.0"
 
 # module -> the public names it defines; the import block below repeats them for type checkers
 _NAMES = {
