@@ -3,7 +3,7 @@
     python -m benchmarks.sequence_parallel [--quick] [--only NAME …] [--json FILE]
 
 Measured: forward and backward of attention with 4 heads of width 64, and of Llama models of transformers (4 layers of
-256), plain, with windows in place of all heads, and with four kinds of heads; float32, one thread a process, gloo.
+256), plain, with windows in place of all heads, and with three kinds of heads; float32, one thread a process, gloo.
     seconds   median of the wall-clock times, the slowest rank of each; ratio to one process
     busy      mean of the processor times, the busiest rank: what falls with more cores than this machine has
     MB        peak resident memory of a rank above what it held before the step, its slices

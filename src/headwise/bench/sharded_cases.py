@@ -96,9 +96,9 @@ def _uniform(q: Tensor, k: Tensor) -> AttentionOperator:
 def sharded_cases() -> dict[str, ShardedCase]:
     """Attention whose exchange, work or memory differs in kind."""
     return {
-        "softmax, ring, zig-zag": attention_case(softmax, 1024, causal=True, zigzag=True, exchange="ring"),
-        "softmax, ring": attention_case(softmax, 1024, exchange="ring"),
-        "softmax, heads": attention_case(softmax, 1024, exchange="heads"),
+        "softmax, ring, zig-zag": attention_case(softmax, 4096, causal=True, zigzag=True, exchange="ring"),
+        "softmax, ring": attention_case(softmax, 4096, exchange="ring"),
+        "softmax, heads": attention_case(softmax, 4096, exchange="heads"),
         "window 129": attention_case(partial(window, width=129), 8192, causal=True),
         "fixed": attention_case(_fixed, 8192, causal=True),
         "near_far 64": attention_case(_near_far, 8192, causal=True),

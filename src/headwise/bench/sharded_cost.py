@@ -2,9 +2,11 @@
 
     seconds(P, N) = fixed + rate W(N) / P + sum over collectives (calls latency + bytes / bandwidth) + bytes / copy
 
-W are the multiply-adds of a forward pass; fixed and rate are fitted to forward and backward of one process at the
-lengths of slices, less its collectives.  Calls and bytes of a step are counted, on 2 and 4 processes; calls grow
-linearly with P, bytes as the formulas of `traffic`.  Nothing is computed while a message travels.
+W are the multiply-adds of a forward pass; rate is fitted to forward and backward of one process at the lengths of
+slices, with a `fixed` of its own.  That of several processes is what a step of a 32nd of the length takes beyond its
+work and its collectives: they do more besides than one, which calls the builder itself.  Calls and bytes of a step are
+counted, on 2 and 4 processes; calls grow linearly with P, bytes as the formulas of `traffic`.  Nothing is computed
+while a message travels.
 
 Measured seconds are processor time, which does not depend on how many ranks share a core.  A collective of a cluster
 takes its stated latency once (all_to_all), log2 P (all_gather) or 2 log2 P times (all_reduce).
@@ -68,6 +70,11 @@ class ComputeCost:
                 return cls(sum(x) / xx, 0.0)
         return cls(0.0, sum(y) / yy)
 
+    def on_several(self, case: ShardedCase, short: Mapping[str, Any], ranks: int, link: Link) -> ComputeCost:
+        """With the `fixed` of several processes, from a step of theirs on a short sequence."""
+        known = self.rate * case.work(short["n"]) / ranks + link.seconds(short["calls"], short["bytes"])
+        return ComputeCost(max(0.0, short["busy"] - known), self.rate)
+
     def seconds(self, case: ShardedCase, n: int, ranks: int) -> float:
         """Of a step, but for its collectives."""
         return self.fixed + self.rate * case.work(n) / ranks
@@ -123,9 +130,9 @@ def compared(
     rows = []
     for name, cost in costs.items():
         for ranks, found in runs.items():
-            x = found[name]
-            collectives = Link(**found["link"]).seconds(x["calls"], x["bytes"])
-            predicted = cost.seconds(cases[name], x["n"], ranks) + collectives
+            x, link = found[name], Link(**found["link"])
+            own = cost if ranks == 1 else cost.on_several(cases[name], x["short"], ranks, link)
+            predicted = own.seconds(cases[name], x["n"], ranks) + link.seconds(x["calls"], x["bytes"])
             rows.append(ShardedTime(name, x["n"], ranks, x["busy"], predicted))
     return rows
 
@@ -139,10 +146,11 @@ def projected_times(
     bandwidth: float,
     latency: float,
 ) -> list[ProjectedTime]:
-    """Every case at every length on every number of ranks, with the calls and bytes of 2 and 4 processes."""
+    """Every case at every length on every number of ranks: `fixed` of 2 processes, calls and bytes of 2 and 4."""
     found = []
-    for name, cost in costs.items():
+    for name, alone in costs.items():
         case, two, four = cases[name], runs[2][name], runs[4][name]
+        cost = alone.on_several(case, two["short"], 2, Link(**runs[2]["link"]))
         for n in lengths:
             for size in ranks:
                 seconds = travelling = float("nan")
