@@ -138,6 +138,23 @@ def test_the_kernels_add_the_states_of_other_ranks(two: Pool, kernel_cache: Path
     assert_same(two, setting, kernel_cache)
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
+@pytest.mark.parametrize("lengths", [(1, 42), (1, 1)], ids=str)
+def test_the_kernels_where_a_rank_holds_fewer_keys_than_are_leading(
+    two: Pool, kernel_cache: Path, lengths: tuple[int, ...], causal: bool
+) -> None:
+    assert_same(two, Setting("window, leading", lengths, causal=causal, width=16), kernel_cache)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_kernels_round_on_slices_as_in_one_process(four: Pool, kernel_cache: Path) -> None:
+    """Scores of some ten, whose exponentials lose a digit."""
+    lengths, query_lengths = (0, 58, 90, 90), (0, 67, 90, 90)
+    setting = Setting("gaussian", lengths, query_lengths, causal=True, dtype=torch.float32, values=6, seed=2)
+    assert_same(four, setting, kernel_cache)
+
+
 @pytest.mark.parametrize("subject", ["softmax", "window", "strided", "hashed", "efficient", "kronecker"])
 def test_the_adjoint_is_the_transpose(two: Pool, subject: str) -> None:
     heads = 1 if subject.startswith(OF_ANY_HEADS) else 4

@@ -55,7 +55,9 @@ def _(operator: Window, call: Call, v: Tensor) -> Tensor:
             part = slice(offset, offset + count)
             behind = min(call.keys.n, stop + ahead + pattern.right) - (stop + ahead)
             # the last query counts as one at the last key, so the window of each lies further back
-            near = pattern._replace(left=pattern.left + behind, right=pattern.right - behind)
+            near = pattern._replace(
+                left=pattern.left + behind, right=pattern.right - behind, leading=min(pattern.leading, count)
+            )
             pieces = partial(window_pieces, stop - start, count, *near[:3], operator.causal, q.device)
             some = None if mask is None else mask[..., part]
             union = union_over(q, k[..., part, :], scale, some, pieces, near, operator.causal)
