@@ -3,8 +3,8 @@
     seconds(P, N) = fixed + rate W(N) / P + sum over collectives (calls latency + bytes / bandwidth) + bytes / copy
 
 W are the multiply-adds of a forward pass; rate is fitted to forward and backward of one process at the lengths of
-slices, with a `fixed` of its own.  That of several processes is what a step of a 32nd of the length takes beyond its
-work and its collectives: they do more besides than one, which calls the builder itself.  Calls and bytes of a step are
+slices, with a `fixed` of its own.  That of several processes is what a step of 256 tokens takes beyond its work
+and its collectives: they do more besides than one, which calls the builder itself.  Calls and bytes of a step are
 counted, on 2 and 4 processes; calls grow linearly with P, bytes as the formulas of `traffic`.  Nothing is computed
 while a message travels.
 

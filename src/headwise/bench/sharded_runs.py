@@ -36,9 +36,8 @@ MakeCases = Callable[[], Mapping[str, ShardedCase]]
 PARTS = (1, 2, 4)
 """One process also takes these parts of the length, for what a step of it costs at the lengths of slices."""
 
-SHORT, LEAST = 32, 256
-"""Several processes also take this part of the length, at least so many tokens, for what they do besides computing and
-sending."""
+SHORT = 256
+"""Tokens of a sequence that shows what several processes do besides computing and sending."""
 
 
 def run_sharded(
@@ -78,8 +77,7 @@ def _serve(
                 lengths = [case.n // shrink // part for part in PARTS]
                 found[name]["alone"] = [[n, _measure(case, n, rank, size, repeats)["busy"]] for n in lengths]
             if size > 1 and repeats:
-                n = min(case.n // shrink, max(LEAST, case.n // shrink // SHORT))
-                found[name]["short"] = _measure(case, n, rank, size, repeats)
+                found[name]["short"] = _measure(case, min(SHORT, case.n // shrink), rank, size, repeats)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()  # no connection is closed while another rank still reads from it
